@@ -1,0 +1,69 @@
+"""The private names of torch that nanguard depends on, in one place: a new torch release is this file's work.
+
+Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_add_ = torch._foreach_add_
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
+    """Norms accumulated in float64, one 0-dim tensor each. Does not sync."""
+    norms: Sequence[Tensor] = torch._foreach_norm(tensors, order, dtype=torch.float64)  # type: ignore[arg-type]
+    return norms
+
+
+def torch_total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The very norm ``clip_grad_norm_`` clips by. Public since torch 2.7 as ``get_total_norm``. Does not sync."""
+    function: Any = getattr(clip_grad, "_get_total_norm", None) or clip_grad.get_total_norm  # type: ignore[attr-defined]
+    total: Tensor = function(tensors)
+    return total
+
+
+def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[int]]]:
+    """Lists of tensors that one kernel can take together, each with the places they had in ``tensors``."""
+    grouped: Any = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    for (members,), indices in grouped.values():
+        yield members, indices
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` reads ``optimizer.found_inf`` on the device and then leaves everything bit-exact."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def can_be_fused(optimizer: Optimizer) -> bool:
+    """Whether ``fused=True`` would make this optimizer skip on the device."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    return type(optimizer) in kinds and not skips_on_device(optimizer)
+
+
+def update_scale_(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, *, growth: float, backoff: float, interval: int
+) -> None:
+    """GradScaler's own rule, on the device. Does not sync."""
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often the tensor was written to in place; None where torch does not count (inference tensors)."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters live in pieces on several ranks (FSDP, tensor parallelism)."""
+    if any(hasattr(p, "_local_tensor") or hasattr(p, "_flat_param") for p in module.parameters()):
+        return True
+    return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())

@@ -1,0 +1,153 @@
+"""The workbench: the parts of a guarded step, and the stages both ways of guarding share.
+
+Nothing here waits for the device. What follows the measurement depends on when the host may know of it: ``eager``
+asks before the optimizers step, ``late`` lets the device decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.agree import Ranks
+from nanguard.clipper import Clipper
+from nanguard.journal import Journal
+from nanguard.measure import Board, Group, Reply, Roll
+from nanguard.numerics.clip import scale_
+from nanguard.policy import Policy, decide, judge
+from nanguard.precision import Precision, Scaler
+from nanguard.records import Action, Reading, Verdict
+from nanguard.salvage import Salvage
+from nanguard.schedule import Schedule
+from nanguard.shield import Shield
+from nanguard.undo import Undo
+from nanguard.window import Microbatch, Window
+
+
+@dataclass(slots=True)
+class Bench:
+    """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open."""
+
+    model: nn.Module
+    device: torch.device
+    precision: Precision
+    policy: Policy
+    shield: Shield
+    schedule: Schedule
+    clipper: Clipper
+    scaler: Scaler | None
+    salvage: Salvage | None
+    roll: Roll
+    ranks: Ranks
+    board: Board
+    buffers: Undo
+    ema: Any
+    journal: Journal
+    names: dict[int, str]
+    window: Window | None = None
+
+    def forward_backward(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
+        ddp: Any = self.model
+        reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
+        try:
+            with reduction:
+                self.begin_microbatch()
+                with self.precision.autocast():
+                    result = micro.loss_fn(self.model, micro.batch)
+                loss, *aux = result if isinstance(result, tuple) else (result,)
+                self.backward(window, loss)
+        except BaseException:
+            self.clear()
+            raise
+        return loss.detach(), tuple(aux)
+
+    def begin_microbatch(self) -> None:
+        if self.salvage is not None:
+            self.salvage.buffers.note_()
+
+    def backward(self, window: Window, loss: Tensor) -> None:
+        """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped."""
+        _check_loss(loss)
+        window.losses.append(loss.detach())
+        mean = loss if window.divisor == 1 else loss / window.divisor
+        scaled = mean if self.scaler is None else self.scaler.scaled(mean)
+        if self.salvage is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            return
+        params = [p for group in self.shield.groups() for p in group]
+        self.salvage.set_aside(params)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
+        window.flags.append(self.salvage.join(params, loss.detach(), judge_gradients=self.scaler is None))
+
+    def measure(self, window: Window) -> list[Group]:
+        """Writes all that the step has to say onto the board; returns the gradients by group, unscaled."""
+        groups = self.roll.call()
+        grads = [g for group in groups for g in group.grads]
+        if self.scaler is not None and grads:
+            self.scaler.unscale_(grads)
+        correction = window.correction()
+        if correction is not None and grads:
+            scale_(grads, torch.as_tensor(correction, device=self.device))
+        self.board.fill_(
+            loss=window.mean_loss(),
+            scale=None if self.scaler is None else self.scaler.scale,
+            flags=window.flags,
+            buffers=self.buffers.peaks(),
+            groups=groups,
+        )
+        window.layout = self.board.layout
+        return groups
+
+    def read(self, window: Window, values: list[float]) -> Reading:
+        """A board as the host got it, in words."""
+        assert window.layout is not None
+        reply = Reply(window.layout, values)
+        where: dict[str, Any] = {"step": window.step, "epoch": window.epoch, "batch": window.batch}
+        scale = None if self.scaler is None else reply.scale
+        if reply.finite:
+            return Reading(**where, loss=reply.loss, norms=reply.norms, scale=scale, dropped_microbatches=reply.dropped)
+        return Reading(
+            **where,
+            loss=reply.loss,
+            norms=reply.norms,
+            scale=scale,
+            finite=False,
+            gradients=tuple(self.name(p) for p in reply.bad_params),
+            buffers=reply.bad_buffers,
+            ranks=self.ranks.read(reply.votes),
+            dropped_microbatches=reply.dropped,
+        )
+
+    def respond(self, reading: Reading) -> tuple[Verdict, Action]:
+        verdict = judge(reading, scale_floor=None if self.scaler is None else self.scaler.options.floor)
+        return verdict, decide(self.policy, self.journal.history, verdict)
+
+    def update_average(self) -> None:
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+
+    def clear(self) -> None:
+        """Leaves nothing of a step that was not finished."""
+        self.buffers.undo_()
+        self.shield.zero_grad()
+        self.window = None
+
+    def name(self, param: nn.Parameter) -> str:
+        return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, added later>")
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        raise ValueError(f"the loss must be a tensor with one element, got {what}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any trainable parameter (requires_grad is False): was it detached, made with "
+            ".item(), or computed under torch.no_grad()?"
+        )

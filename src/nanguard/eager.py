@@ -1,0 +1,67 @@
+"""Guarding with the host in the know: it reads every measurement before it lets the optimizers step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nanguard.bench import Bench
+from nanguard.measure import Group
+from nanguard.records import Action, Outcome, Verdict
+from nanguard.window import Window
+
+
+class Eager:
+    """One sync a step, where the device is not the CPU."""
+
+    def __init__(self, bench: Bench, *, drops_gradients: bool) -> None:
+        self._bench = bench
+        self._drops_gradients = drops_gradients
+
+    def before(self) -> None:
+        """Nothing is ever in flight."""
+
+    def settle(self) -> None:
+        """Nothing is ever in flight."""
+
+    def note(self, window: Window) -> None:
+        self._bench.buffers.note_()
+
+    def finish(self, window: Window) -> None:
+        bench = self._bench
+        groups = bench.measure(window)
+        verdict, action = self._ask(window)
+        if self._drops_gradients and verdict.reading.found == ("gradients",):
+            groups, verdict, action = self._drop_gradients(window, verdict)
+        applied = action.response in ("apply", "drop_gradients")
+        if applied:
+            bench.clipper.clip_(groups, bench.board.norms)
+            bench.shield.step()
+            bench.update_average()
+            bench.clipper.remember_()
+            bench.schedule.tick()
+        else:
+            bench.buffers.undo_()
+        if bench.scaler is not None:
+            bench.scaler.update_(torch.tensor(0.0 if applied else 1.0, device=bench.device))
+        bench.shield.zero_grad()
+        bench.journal.record(Outcome(verdict=verdict, action=action, applied=applied))
+
+    def _ask(self, window: Window) -> tuple[Verdict, Action]:
+        self._bench.board.agree_()
+        return self._bench.respond(self._bench.read(window, self._bench.board.filled.tolist()))
+
+    def _drop_gradients(self, window: Window, verdict: Verdict) -> tuple[list[Group], Verdict, Action]:
+        """Leaves the bad gradients out, before any clipping, and measures what is left."""
+        bench, bad = self._bench, set(verdict.reading.gradients)
+        for group in bench.roll.call():
+            for param in group.params:
+                if bench.name(param) in bad:
+                    param.grad = None
+        groups = bench.measure(window)
+        verdict, action = self._ask(window)
+        if action.response == "apply" and any(group.params for group in groups):
+            dropped = replace(verdict.reading, dropped_gradients=tuple(bad))
+            return groups, replace(verdict, reading=dropped), Action(response="drop_gradients")
+        return groups, verdict, action

@@ -1,0 +1,34 @@
+"""One pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Epoch(Generic[T]):
+    """Iterates over a loader and tells the guard where it is. Has a length where the loader has one."""
+
+    def __init__(
+        self,
+        loader: Iterable[T],
+        *,
+        begin: Callable[[], None],
+        at: Callable[[int, bool], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._loader = loader
+        self._begin, self._at, self._end = begin, at, end
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        length = len(self) if hasattr(self._loader, "__len__") else None
+        self._begin()
+        for position, batch in enumerate(self._loader):
+            self._at(position, position + 1 == length)
+            yield batch
+        self._end()

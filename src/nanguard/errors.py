@@ -1,0 +1,38 @@
+"""What nanguard raises.
+
+    NanguardError
+    ├── NonFiniteError    the policy ran out of patience: training halts, nothing is corrupted
+    └── ProtocolError     the guard's calls came in an order that makes no sense
+
+A bad argument is a plain ``ValueError`` that names the value and what is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanguard.records import Incident
+
+
+class NanguardError(Exception):
+    """The root of everything nanguard raises on purpose."""
+
+
+class NonFiniteError(NanguardError, ArithmeticError):
+    """A step was non-finite and the policy says to halt.
+
+    Raised with weights, optimizer state, buffers and schedule as they were before that step. ``incident`` is
+    the record of it.
+    """
+
+    def __init__(self, message: str, incident: Incident) -> None:
+        super().__init__(message)
+        self.incident = incident
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, Incident]]:
+        return type(self), (str(self), self.incident)
+
+
+class ProtocolError(NanguardError, RuntimeError):
+    """Calls came in the wrong order; the message names both."""

@@ -1,0 +1,447 @@
+"""The guard: what a user calls. It opens a step, has it computed, and hands it to one of two ways of guarding.
+
+    note ─► forward, backward ─► measure ─► agree ─► protect ─► (host) judge ─► decide ─► act ─► record
+
+``eager`` lets the host read the measurement before the optimizers step, ``late`` lets the device decide and tells the
+host afterwards. Nothing below calls back into the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nanguard import arguments
+from nanguard.agree import Ranks
+from nanguard.bench import Bench
+from nanguard.clipper import Clip, Clipper
+from nanguard.eager import Eager
+from nanguard.epoch import Epoch
+from nanguard.errors import ProtocolError
+from nanguard.journal import Journal
+from nanguard.late import Late
+from nanguard.measure import Board, Roll
+from nanguard.policy import Policy
+from nanguard.precision import LossScale, Precision, Scaler
+from nanguard.records import Incident, Outcome
+from nanguard.rng import RngState
+from nanguard.salvage import Salvage
+from nanguard.schedule import Schedule, check_schedulers
+from nanguard.shield import Shield, check_optimizers
+from nanguard.undo import Undo
+from nanguard.window import LossFn, Microbatch, Window
+
+log = logging.getLogger("nanguard")
+
+T = TypeVar("T")
+_NOTHING: Any = object()
+
+
+class Guard:
+    """Keeps training finite: a step with a non-finite loss, gradient or buffer never changes anything.
+
+    Args:
+        model: the module that trains; DDP and ``torch.compile`` wrappers are fine.
+        optimizer: one optimizer or several. All of them step, or none does. Fused ones cost no sync.
+        scheduler: one scheduler or several, advanced by the guard, and only by steps that were applied.
+        schedule_per: ``"step"`` advances the schedule after every applied step, ``"epoch"`` after every epoch.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the accelerator
+            supports it, else fp16; fp32 on a CPU.
+        max_norm: the largest gradient norm; None turns clipping off.
+        clip: ``"group"`` clips every parameter group on its own; ``"global"`` all together, as ``clip_grad_norm_``
+            does, to the bit; ``AGC()`` (or ``"agc"``) clips by unit, ``ZScore()`` (``"zscore"``) by the recent past.
+        policy: how many non-finite steps may be skipped before training halts.
+        accumulate: how many micro-batches make a step. The loss is divided by it.
+        drop_bad_microbatches: leave a non-finite micro-batch out and keep the rest of the step, at the price of a
+            second set of gradients.
+        ema: a ``torch.optim.swa_utils.AveragedModel`` (anything with ``update_parameters``), updated after each
+            applied step and never by a skipped one.
+        loss_scale: how the fp16 loss scale moves.
+        sync: ``"late"`` lets the device skip and tells the host later, without a sync; ``"eager"`` asks the device
+            once a step; ``"auto"`` is late on CUDA where all optimizers are fused, else eager.
+        run_dir: where to write the run log; None writes nothing.
+        process_group: the ranks that train together; None is all of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        schedule_per: Literal["step", "epoch"] = "step",
+        precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+        max_norm: float | None = 5.0,
+        clip: Clip = "group",
+        policy: Policy | None = None,
+        accumulate: int = 1,
+        drop_bad_microbatches: bool = False,
+        ema: nn.Module | None = None,
+        loss_scale: LossScale | None = None,
+        sync: Literal["auto", "eager", "late"] = "auto",
+        run_dir: str | Path | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        optimizers: tuple[Optimizer, ...] = arguments.several(optimizer)
+        schedulers: tuple[LRScheduler, ...] = arguments.several(scheduler)
+        arguments.check_model(model)
+        check_optimizers(optimizers, model)
+        check_schedulers(schedulers, optimizers)
+        arguments.check_choice("schedule_per", schedule_per, ("step", "epoch"))
+        arguments.check_accumulation(model, accumulate, drop_bad_microbatches)
+        arguments.check_ema(ema)
+        shield = Shield(optimizers)
+        device = optimizers[0].param_groups[0]["params"][0].device
+        resolved = Precision.resolve(precision, device)
+        arguments.check_precision(model, resolved)
+        scaler = Scaler(loss_scale or LossScale(), device) if resolved.name == "fp16" else None
+        policy = policy or Policy()
+        drops_gradients = policy.drop_bad_gradients and scaler is None
+        clipper = Clipper(clip, max_norm, device)
+        ranks = Ranks(model, device, process_group)
+
+        self._bench = bench = Bench(
+            model=model,
+            device=device,
+            precision=resolved,
+            policy=policy,
+            shield=shield,
+            schedule=Schedule(optimizers, schedulers if schedule_per == "step" else ()),
+            clipper=clipper,
+            scaler=scaler,
+            salvage=Salvage(model, device) if drop_bad_microbatches else None,
+            roll=Roll(model, shield, together=clipper.together),
+            ranks=ranks,
+            board=Board(device, ranks),
+            buffers=Undo(device),
+            ema=ema,
+            journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
+            names={id(p): arguments.clean_name(name) for name, p in model.named_parameters()},
+        )
+        bench.buffers.add_buffers(model)
+        self.sync = arguments.choose_sync(sync, shield, device, needs_host=drops_gradients)
+        self._late = Late(bench) if self.sync == "late" else None
+        self._mode = self._late or Eager(bench, drops_gradients=drops_gradients)
+        self._per_epoch = schedulers if schedule_per == "epoch" else ()
+        self._accumulate = accumulate
+        self._captured: Window | None = None
+        self._num_steps = self._num_epochs = 0
+        self._batch = 0
+        self._ends_epoch = False
+        self._introduce(precision, policy.drop_bad_gradients and not drops_gradients)
+
+    # ---- the loop handed over ------------------------------------------------------------------------------------
+
+    def step(self, loss_fn: LossFn, batch: Any = _NOTHING, *, microbatches: Sequence[Any] | None = None) -> Any:
+        """One guarded step: forward under autocast, backward, measure, protect, schedule, ``zero_grad``.
+
+        ``loss_fn(model, batch)`` returns the loss, or ``(loss, aux)``; what comes back is the same with the loss
+        detached, on its device, unsynced. With ``accumulate=n`` every n-th call updates. Or pass a list of
+        ``microbatches`` instead of ``batch`` to make a step of them all: the mean loss comes back, and the list of aux.
+
+        Does not sync where ``syncs_per_step`` is 0. A step that raises leaves no trace.
+        """
+        window = self._bench.window
+        if window is not None and not window.rerunnable and window.losses:
+            raise ProtocolError(
+                "guard.step() was called between guard.backward() and guard.update(): finish that step with "
+                "guard.update() first, or use guard.step() alone"
+            )
+        if (batch is _NOTHING) == (microbatches is None):
+            raise ValueError("guard.step() takes either a batch or microbatches=[...]")
+        if microbatches is None:
+            return self._step_on_one(loss_fn, batch)
+        return self._step_on_many(loss_fn, microbatches)
+
+    def epoch(self, loader: Iterable[T]) -> Epoch[T]:
+        """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
+
+        Micro-batches left over when the loader ends make a last, smaller step.
+        """
+        return Epoch(loader, begin=self._begin_epoch, at=self._at, end=self._end_epoch)
+
+    # ---- a loop of the user's own --------------------------------------------------------------------------------
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """For the forward pass of a loop of your own: begins the step and enters the guard's precision.
+
+        Where gradients are off (validation under ``torch.no_grad()``) it only enters the precision.
+        """
+        window = self._bench.window
+        if window is not None and window.rerunnable:
+            raise ProtocolError(
+                "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
+            )
+        if torch.is_grad_enabled():
+            if window is None:
+                self._open(rerunnable=False, divisor=self._accumulate)
+            self._bench.begin_microbatch()
+        return self._bench.precision.autocast()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of ``loss / accumulate``, scaled where the precision needs it; may be called several times."""
+        window = self._bench.window
+        if window is None or window.rerunnable:
+            raise ProtocolError(
+                "guard.backward() was called without guard.autocast(): compute the loss inside "
+                "`with guard.autocast():`, in fp32 too, so that the guard can note what the forward pass may change"
+            )
+        self._bench.backward(window, loss)
+
+    def update(self) -> None:
+        """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync where ``syncs_per_step`` is 0."""
+        window = self._bench.window
+        if window is None or window.rerunnable or not window.losses:
+            raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
+        self._finish(window)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
+
+        Run a few steps as usual, call ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and
+        update). Inside the graph the latch protects as ever. Steps in flight behind a bad one count as lost, since
+        their inputs have been overwritten.
+        """
+        if self._late is None or self._captured is None:
+            raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
+        window = self._open(rerunnable=False, divisor=1)
+        window.layout = self._captured.layout
+        self._bench.window = None
+        graph.replay()
+        self._late.post(window)
+
+    # ---- looking at it -------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        return self._bench.model
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        return self._bench.shield.optimizers
+
+    @property
+    def policy(self) -> Policy:
+        return self._bench.policy
+
+    @property
+    def precision(self) -> str:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+        return self._bench.precision.name
+
+    @property
+    def syncs_per_step(self) -> int:
+        """How often a healthy step asks the device and waits for the answer: 0 or 1."""
+        return 0 if self._late is not None else 1
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step being computed, from 0; it goes back while steps are run again."""
+        window = self._bench.window
+        return self._num_steps if window is None else window.step
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every step that had to be answered so far, as far as the host has heard."""
+        return tuple(self._bench.journal.incidents)
+
+    @property
+    def last_outcome(self) -> Outcome | None:
+        """What became of the last step the host has heard of."""
+        return self._bench.journal.last
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off."""
+        return dict(self._bench.journal.counts)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}={number}" for name, number in self.counts.items())
+        return f"Guard(precision={self.precision!r}, sync={self.sync!r}, {counts})"
+
+    # ---- settling and resuming -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits until the host knows all that happened; then every step that could be applied is in the weights.
+
+        ``guard.epoch`` does it at the end of the loader. Call it before saving a checkpoint anywhere else.
+        """
+        self._mode.settle()
+
+    def close(self) -> None:
+        """Settles, and ends the run log. ``with Guard(...) as guard:`` does it for you."""
+        self.settle()
+        self._bench.journal.close(steps=self._num_steps)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, loss scale, latch, learned limits and history, in plain numbers. Settles first."""
+        self.settle()
+        bench = self._bench
+        return {
+            "version": 1,
+            "num_steps": self._num_steps,
+            "num_epochs": self._num_epochs,
+            "latch": 0.0 if self._late is None else self._late.latch.item(),
+            "scaler": None if bench.scaler is None else bench.scaler.state_dict(),
+            "clipper": bench.clipper.state_dict(),
+            "ticks_owed": bench.schedule.owed,
+            "journal": bench.journal.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes exactly where ``state_dict`` was taken. Model, optimizers, schedulers and EMA have their own."""
+        bench = self._bench
+        if state.get("version") != 1:
+            raise ValueError(f"this guard reads state of version 1, got {state.get('version')!r}")
+        if (state["scaler"] is None) != (bench.scaler is None):
+            raise ValueError(
+                f"the state was saved {'without' if state['scaler'] is None else 'with'} a loss scale, and this guard "
+                f"runs in {self.precision}: use the precision it was saved with"
+            )
+        self.settle()
+        self._num_steps, self._num_epochs = state["num_steps"], state["num_epochs"]
+        if self._late is not None:
+            self._late.latch.fill_(state["latch"])
+        if bench.scaler is not None:
+            bench.scaler.load_state_dict(state["scaler"])
+        bench.clipper.load_state_dict(state["clipper"])
+        bench.schedule.owed = state["ticks_owed"]
+        bench.journal.load_state_dict(state["journal"])
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def _step_on_one(self, loss_fn: LossFn, batch: Any) -> Any:
+        window = self._bench.window
+        if window is None or not window.rerunnable:
+            window = self._open(rerunnable=True, divisor=self._accumulate)
+        ends = len(window.losses) + 1 == window.divisor
+        micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch)
+        loss, aux = self._bench.forward_backward(window, micro)
+        micro.shown = loss
+        window.microbatches.append(micro)
+        if ends:
+            self._finish(window)
+        return (loss, *aux) if aux else loss
+
+    def _step_on_many(self, loss_fn: LossFn, batches: Sequence[Any]) -> Any:
+        if not batches or self._accumulate != 1:
+            raise ValueError(
+                f"microbatches needs at least one batch and accumulate=1, got {len(batches)} batches and "
+                f"accumulate={self._accumulate}"
+            )
+        window = self._open(rerunnable=True, divisor=len(batches))
+        auxes = []
+        for place, batch in enumerate(batches, start=1):
+            micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
+            _, aux = self._bench.forward_backward(window, micro)
+            window.microbatches.append(micro)
+            auxes.append(aux)
+        window.shown = window.mean_loss().clone()
+        self._finish(window)
+        return (window.shown, [aux[0] for aux in auxes]) if auxes[0] else window.shown
+
+    def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
+        late_and_free = self._late is not None and not self._is_capturing()
+        rng = RngState.now(self._bench.device) if late_and_free else None
+        averages_ranks = isinstance(self._bench.model, DistributedDataParallel)
+        return Microbatch(loss_fn, batch, rng, reduce_gradients=is_last or not averages_ranks)
+
+    def _open(self, *, rerunnable: bool, divisor: int) -> Window:
+        """Begins a step: hears of what is due, then notes what the step may change."""
+        if not self._is_capturing():
+            self._mode.before()
+        elif self._late is None or not self._late.is_settled:
+            raise ProtocolError(
+                "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
+                "fused, capturable optimizers, and call guard.settle() before the capture"
+            )
+        window = Window(
+            step=self._num_steps,
+            epoch=self._num_epochs,
+            batch=self._batch,
+            rerunnable=rerunnable,
+            divisor=divisor,
+        )
+        self._mode.note(window)
+        self._num_steps += 1
+        self._bench.window = window
+        return window
+
+    def _finish(self, window: Window) -> None:
+        self._bench.window = None
+        if self._late is not None and self._is_capturing():
+            self._late.protect(window)
+            self._captured = window
+            self._num_steps -= 1  # a capture computes nothing
+        else:
+            self._mode.finish(window)
+
+    def _is_capturing(self) -> bool:
+        return self._bench.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    # ---- epochs --------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        self.settle()
+        self._num_epochs += 1
+        self._bench.buffers.add_buffers(self._bench.model)
+
+    def _at(self, position: int, is_last: bool) -> None:
+        self._batch, self._ends_epoch = position, is_last
+
+    def _end_epoch(self) -> None:
+        window = self._bench.window
+        self._ends_epoch = False
+        if window is not None and window.rerunnable:
+            self._finish(window)
+        self.settle()
+        for scheduler in self._per_epoch:
+            scheduler.step()
+
+    # ---- first words ---------------------------------------------------------------------------------------------
+
+    def _introduce(self, asked_precision: str, ignores_drop: bool) -> None:
+        bench = self._bench
+        how = "no sync a step" if self._late is not None else "one sync a step"
+        log.info("guarding in %s (asked for %s) on %s, %s", self.precision, asked_precision, bench.device, how)
+        if ignores_drop:
+            log.warning(
+                "drop_bad_gradients is ignored in fp16: with loss scaling an overflow says nothing about one parameter"
+            )
+        if bench.shield.not_fused():
+            level = logging.INFO if bench.device.type == "cpu" else logging.WARNING
+            names = " and ".join(bench.shield.not_fused())
+            log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", names)
+        bench.journal.begin(
+            torch=torch.__version__,
+            python=platform.python_version(),
+            device=str(bench.device),
+            precision=self.precision,
+            sync=self.sync,
+            ranks=bench.ranks.size,
+            optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
+            policy=asdict(bench.policy),
+            parameters=sum(p.numel() for p in bench.model.parameters()),
+        )

@@ -1,0 +1,157 @@
+"""Guarding with the host told later: the device decides by the latch, and nothing waits for it.
+
+A bad step raises the latch, every optimizer step reads it, and only the host takes it down again. Until then all
+later steps change nothing either, so the host finds the world exactly as the bad batch found it. The steps in between,
+the wake, are then run again; the run is bit for bit the one that asks at every step. In a loop of the user's own they
+cannot be run again and count as lost.
+
+The host looks at a step's reading when the second step after it begins. That moment is fixed, not "when the copy
+happens to be there", so that all ranks learn at the same point and a run can be repeated. By then the copy has long
+arrived, or the device has a full step of work queued: waiting for it leaves no gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from nanguard.bench import Bench
+from nanguard.mailbox import Mailbox
+from nanguard.numerics.finite import raise_flag_
+from nanguard.records import Action, Outcome, Verdict
+from nanguard.rng import RngState
+from nanguard.undo import Undo
+from nanguard.window import Window
+
+LAG = 2
+"""How many steps are in flight before the host looks at the first of them."""
+
+
+class Late:
+    """No sync at all on a healthy step."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._averages = Undo(bench.device)
+        if bench.ema is not None:
+            self._averages.add_all(bench.ema)
+        self._mailbox = Mailbox(bench.device)
+        self._in_flight: deque[Window] = deque()
+        self.latch = torch.zeros((), device=bench.device)
+
+    def before(self) -> None:
+        """Hears of the steps that are due, before the next one begins."""
+        while len(self._in_flight) >= LAG:
+            self._hear()
+
+    def settle(self) -> None:
+        while self._in_flight:
+            self._hear()
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._in_flight
+
+    def note(self, window: Window) -> None:
+        bench = self._bench
+        window.elsewhere = [(undo, undo.note_()) for undo in (bench.buffers, self._averages)]
+        window.schedule = bench.schedule.note()
+        window.num_states = bench.shield.num_states()
+
+    def finish(self, window: Window) -> None:
+        self.protect(window)
+        self.post(window)
+
+    def protect(self, window: Window) -> None:
+        """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
+        bench = self._bench
+        groups = bench.measure(window)
+        latched_before = self.latch.clone() if bench.scaler is not None else None
+        skip = self._raise_latch_(window)
+        bench.clipper.clip_(groups, bench.board.norms)
+        bench.shield.step_unless(skip)
+        bench.buffers.undo_where_(skip)
+        bench.update_average()
+        self._averages.undo_where_(skip)
+        bench.clipper.remember_(skip)
+        if bench.scaler is not None:
+            bench.scaler.update_(skip, frozen=latched_before)
+        bench.shield.zero_grad()
+
+    def post(self, window: Window) -> None:
+        """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
+        window.letter = self._mailbox.post(self._bench.board.filled)
+        self._in_flight.append(window)
+        self._bench.schedule.tick()
+
+    def _raise_latch_(self, window: Window) -> Tensor:
+        """Raises the latch where the step is bad; returns the flag by which to skip this one."""
+        bench = self._bench
+        board, scaler = bench.board, bench.scaler
+        agreed = board.agree_()
+        # A routine overflow in a loop of the user's own skips its step and no other, as a GradScaler would: what is in
+        # flight behind it could not be run again. Optimizer state that the step makes must be taken back, though.
+        window.latches = window.rerunnable or scaler is None or agreed is not None or bench.shield.lacks_state()
+        if agreed is not None:
+            torch.maximum(self.latch, agreed, out=self.latch)
+            return self.latch
+        if window.latches or scaler is None:
+            raise_flag_(self.latch, board.peak)
+            return self.latch
+        skip = self.latch.clone()
+        raise_flag_(skip, board.peak)
+        raise_flag_(self.latch, board.peak_without_gradients())
+        torch.maximum(self.latch, skip * (scaler.scale <= scaler.options.floor), out=self.latch)
+        return skip
+
+    def _hear(self) -> None:
+        """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
+        bench, window = self._bench, self._in_flight.popleft()
+        assert window.letter is not None
+        verdict, action = bench.respond(bench.read(window, window.letter.read()))
+        if action.response == "apply":
+            bench.journal.record(Outcome(verdict=verdict, action=action, applied=True))
+        elif action.response == "back_off" and not window.latches:
+            bench.schedule.hold_one()
+            bench.journal.record(Outcome(verdict=verdict, action=action, applied=False))
+        else:
+            self._recover(window, verdict, action)
+
+    def _recover(self, window: Window, verdict: Verdict, action: Action) -> None:
+        """Puts back what only the host can, takes the latch down, and runs the wake again."""
+        bench, wake = self._bench, list(self._in_flight)
+        self._in_flight.clear()
+        bench.shield.forget_states_after(window.num_states)
+        if bench.schedule.is_ours and window.schedule is not None:
+            bench.schedule.restore(window.schedule)
+        for undo, copies in window.elsewhere:
+            undo.put_back(copies)
+        self.latch.zero_()
+        rerun = [each for each in wake if each.rerunnable] if action.response != "halt" else []
+        outcome = Outcome(verdict=verdict, action=action, applied=False, rerun=len(rerun), lost=len(wake) - len(rerun))
+        bench.journal.record(outcome)
+        if rerun:
+            self._run_again(rerun)
+
+    def _run_again(self, wake: list[Window]) -> None:
+        """The steps of the wake, in order, each with the random numbers it had; afterwards as if it had been first."""
+        bench = self._bench
+        rng, schedule = RngState.now(bench.device), bench.schedule.note()
+        for window in wake:
+            if not bench.schedule.is_ours and window.schedule is not None:
+                bench.schedule.restore(window.schedule)
+            again = bench.window = window.afresh()
+            self.note(again)
+            for micro in again.microbatches:
+                if micro.rng is not None:
+                    micro.rng.restore(bench.device)
+                loss, _ = bench.forward_backward(again, micro)
+                micro.show(loss)
+            again.show_mean()
+            self.finish(again)
+            bench.window = None
+        rng.restore(bench.device)
+        if not bench.schedule.is_ours:
+            bench.schedule.restore(schedule)

@@ -1,0 +1,191 @@
+"""The board: one float64 vector on the device that holds all that a step has to say, copied to the host in one piece.
+
+    peak | scale | votes of the ranks | flags of micro-batches | norms of groups | loss | buffers | gradients
+
+Each entry from the loss on is a norm, finite exactly when its tensor is; the peak is the largest of them, so that one
+number says whether the step is sound. Kernels write straight into their places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.agree import Ranks
+from nanguard.numerics.norm import combine, tensor_norms
+from nanguard.shield import Shield
+
+_PEAK, _SCALE, _VOTES = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that have a gradient and share one norm, with these gradients."""
+
+    params: list[nn.Parameter]
+    grads: list[Tensor]
+
+
+class Roll:
+    """Which parameters share a norm: a parameter group of an optimizer, or all of them in the model's order."""
+
+    def __init__(self, model: nn.Module, shield: Shield, *, together: bool) -> None:
+        self._shield = shield
+        self._together = together
+        self._order = {id(p): place for place, p in enumerate(model.parameters())}
+
+    def call(self) -> list[Group]:
+        """The groups as they are now; parameters may be frozen, unused or added while training goes on."""
+        groups: list[list[nn.Parameter]] = list(self._shield.groups())
+        if self._together:
+            # torch sums in the order of model.parameters(), and rounding depends on the order.
+            everyone = [p for group in groups for p in group]
+            everyone.sort(key=lambda p: self._order.get(id(p), len(self._order)))
+            groups = [everyone]
+        called = []
+        for group in groups:
+            present = [(p, p.grad) for p in group if p.grad is not None]
+            called.append(Group([p for p, _ in present], [g for _, g in present]))
+        return called
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stands where on a filled board, and whose it is."""
+
+    votes: int
+    flags: int
+    norms: int
+    buffers: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+
+    @property
+    def loss_at(self) -> int:
+        return _VOTES + self.votes + self.flags + self.norms
+
+    @property
+    def size(self) -> int:
+        return self.loss_at + 1 + len(self.buffers) + len(self.params)
+
+
+class Board:
+    """Filled once a step. Nothing here syncs."""
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._values = torch.zeros(64, dtype=torch.float64, device=device)
+        self.layout = Layout(0, 0, 0, (), ())
+
+    def fill_(
+        self,
+        *,
+        loss: Tensor,
+        scale: Tensor | None,
+        flags: Sequence[Tensor],
+        buffers: tuple[tuple[str, ...], list[Tensor]],
+        groups: Sequence[Group],
+    ) -> None:
+        """``buffers`` are names, and vectors with one largest absolute value for each of them."""
+        names, peaks = buffers
+        params = tuple(p for group in groups for p in group.params)
+        at = self.layout = Layout(self._ranks.votes, len(flags), len(groups), names, params)
+        if at.size > len(self._values):
+            self._values = torch.zeros(2 * at.size, dtype=torch.float64, device=self._device)
+        if scale is not None:
+            self._values[_SCALE].copy_(scale)
+        if flags:
+            start = _VOTES + at.votes
+            self._values[start : start + at.flags].copy_(torch.stack(list(flags)))
+        self.loss.copy_(loss)
+        start = at.loss_at + 1 + len(names)
+        if peaks:
+            self._values[at.loss_at + 1 : start].copy_(torch.cat([p.to(self._device) for p in peaks]))
+        norms = tensor_norms([g for group in groups for g in group.grads])
+        if norms:
+            here = [norm if norm.device == self._device else norm.to(self._device) for norm in norms]
+            torch.stack(here, out=self._values[start : at.size])
+        for norm, group in zip(self.norms.unbind(), groups, strict=True):
+            norm.copy_(combine(self._values[start : start + len(group.params)]))
+            start += len(group.params)
+        torch.linalg.vector_norm(self._values[at.loss_at : at.size], math.inf, out=self.peak)
+
+    @property
+    def filled(self) -> Tensor:
+        return self._values[: self.layout.size]
+
+    @property
+    def peak(self) -> Tensor:
+        """Finite exactly when loss, buffers and gradients are."""
+        return self._values[_PEAK]
+
+    def peak_without_gradients(self) -> Tensor:
+        """Finite exactly when loss and buffers are."""
+        start = self.layout.loss_at
+        segment = self._values[start : start + 1 + len(self.layout.buffers)]
+        peak: Tensor = torch.linalg.vector_norm(segment, math.inf)
+        return peak
+
+    @property
+    def loss(self) -> Tensor:
+        return self._values[self.layout.loss_at]
+
+    @property
+    def norms(self) -> Tensor:
+        return self._values[self.layout.loss_at - self.layout.norms : self.layout.loss_at]
+
+    def agree_(self) -> Tensor | None:
+        """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
+        if not self._ranks.votes:
+            return None
+        votes = self._values[_VOTES : _VOTES + self._ranks.votes]
+        return self._ranks.vote_(votes, self.loss.abs(), self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A board as the host got it."""
+
+    layout: Layout
+    values: list[float]
+
+    @property
+    def votes(self) -> list[float]:
+        return self.values[_VOTES : _VOTES + self.layout.votes]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.values[_PEAK]) and not any(self.votes)
+
+    @property
+    def scale(self) -> float:
+        return self.values[_SCALE]
+
+    @property
+    def loss(self) -> float:
+        return self.values[self.layout.loss_at]
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        return tuple(self.values[self.layout.loss_at - self.layout.norms : self.layout.loss_at])
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Places of the micro-batches that were left out."""
+        start = _VOTES + self.layout.votes
+        return tuple(i for i, flag in enumerate(self.values[start : start + self.layout.flags]) if flag)
+
+    @property
+    def bad_buffers(self) -> tuple[str, ...]:
+        start = self.layout.loss_at + 1
+        norms = self.values[start : start + len(self.layout.buffers)]
+        return tuple(name for name, norm in zip(self.layout.buffers, norms, strict=True) if not math.isfinite(norm))
+
+    @property
+    def bad_params(self) -> tuple[nn.Parameter, ...]:
+        norms = self.values[self.layout.size - len(self.layout.params) :]
+        return tuple(p for p, norm in zip(self.layout.params, norms, strict=True) if not math.isfinite(norm))

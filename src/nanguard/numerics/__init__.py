@@ -1,0 +1,1 @@
+"""Pure tensor functions. None of them waits for the device."""

@@ -1,0 +1,47 @@
+"""One device flag for any set of tensors, and what to do with it without asking the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanguard import _compat
+from nanguard.numerics.norm import tensor_norms
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1.0 where any element of any tensor is NaN or Inf, else 0.0; 0-dim float32 on ``device``. Does not sync."""
+    flag = torch.zeros((), device=device)
+    norms = [norm.to(device) for norm in tensor_norms(tensors)]
+    if norms:
+        raise_flag_(flag, torch.linalg.vector_norm(torch.stack(norms), math.inf))
+    return flag
+
+
+def raise_flag_(flag: Tensor, norm: Tensor) -> None:
+    """Sets a 0-dim flag to 1 where the 0-dim ``norm`` is NaN or Inf, else leaves it. Does not sync."""
+    # A norm is not negative, so `norm < inf` is True exactly when it is sound (isfinite would take four kernels), and
+    # `flag >= sound` is 0 only where the flag is down and the norm is sound.
+    flag.ge_(norm < math.inf)
+
+
+def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
+    """Sets every element to +0 where the 0-dim ``flag`` is 1; leaves all bits alone where it is 0. Does not sync.
+
+    NaN times zero is NaN, so the bits are multiplied as integers.
+    """
+    keep = 1 - flag
+    bits = [_bits(t if t.layout is torch.strided else t._values()) for t in tensors]
+    for members, _ in _compat.by_device_and_dtype(bits):
+        _compat.foreach_mul_(members, keep.to(members[0].device, members[0].dtype))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])

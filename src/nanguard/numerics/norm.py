@@ -1,0 +1,81 @@
+"""Norms that neither overflow nor underflow.
+
+A norm in the gradients' own dtype squares them there: fp16 ``[6e4, 6e4]`` has norm Inf, fp32 overflows above
+1.8e19 and loses everything below 1e-23. Here all squares are summed in float64, which holds the square of any
+fp16, bf16 or fp32 number; float64 tensors are divided by their largest element first. So a norm is finite
+exactly when its tensor is, and one number says whether a gradient is sound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanguard import _compat
+
+
+def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor as a 0-dim float64 tensor on its device.
+
+    Finite if and only if every element is. Takes mixed devices and dtypes, complex and sparse tensors, and empty
+    ones (norm 0). ``order`` is 2 or infinity. Does not sync, except that torch coalesces sparse CUDA tensors.
+    """
+    if not tensors:
+        return []
+    plain = [t if t.layout is torch.strided else t.coalesce().values() for t in tensors]
+    norms: list[Tensor] = [plain[0]] * len(plain)
+    for members, places in _compat.by_device_and_dtype(plain):
+        if members[0].is_complex():
+            members = [torch.view_as_real(t.resolve_conj()) for t in members]
+        if order != 2.0 or members[0].dtype is not torch.float64:
+            found = list(_norms(members, order))
+        else:
+            found = [_norm_of_float64(t) for t in members]
+        for place, norm in zip(places, found, strict=True):
+            norms[place] = norm
+    return norms
+
+
+def combine(norms: Tensor) -> Tensor:
+    """The norm of the whole, from a float64 vector of the norms of its parts. Does not sync."""
+    whole: Tensor = torch.linalg.vector_norm(norms)
+    return whole
+
+
+def torch_norm(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The norm ``torch.nn.utils.clip_grad_norm_`` would compute, to the last bit.
+
+    None where it would round to less than fp32 (bf16 and fp16 gradients, where torch's norm is off by up to
+    0.4%) or where there is nothing to compute. Does not sync.
+    """
+    dtypes = {t.dtype for t in tensors}
+    if dtypes not in ({torch.float32}, {torch.float64}) or any(t.layout is not torch.strided for t in tensors):
+        return None
+    return _compat.torch_total_norm(tensors)
+
+
+def ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
+    """Between which norms squares in ``dtype`` neither overflow nor underflow."""
+    limits = torch.finfo(dtype)
+    return 1e2 * math.sqrt(limits.tiny), 1e-2 * math.sqrt(limits.max)
+
+
+def _norms(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
+    if order == math.inf and any(t.numel() == 0 for t in tensors):  # torch has no maximum of nothing
+        return [
+            _compat.foreach_norm([t], order)[0] if t.numel() else t.new_zeros((), dtype=torch.float64) for t in tensors
+        ]
+    return _compat.foreach_norm(tensors, order)
+
+
+def _norm_of_float64(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return tensor.new_zeros(())
+    largest = torch.linalg.vector_norm(tensor, math.inf)
+    # A zero or non-finite maximum must not become 0/0: divide by one, and let the norm itself say what it is.
+    divisor = torch.where((largest > 0) & (largest < math.inf), largest, torch.ones_like(largest))
+    scaled: Tensor = torch.linalg.vector_norm(tensor / divisor)
+    return scaled * divisor

@@ -1,0 +1,91 @@
+"""Learning rates and their schedule: advanced only by steps that were applied, put back after one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleNote:
+    """Options of all parameter groups and states of all schedulers, as they were."""
+
+    options: list[Options]
+    schedulers: list[Options]
+
+
+class Schedule:
+    """The schedulers the guard steps, and the options of the parameter groups they write to. Nothing here syncs."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self.owed = 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the guard moves the learning rate; else it is the user's, and never put back."""
+        return bool(self._schedulers)
+
+    def tick(self) -> None:
+        """Advances by one applied step."""
+        if self.owed:
+            self.owed -= 1
+            return
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def hold_one(self) -> None:
+        """A step counted as applied turned out skipped: the next tick is not taken."""
+        if self._schedulers:
+            self.owed += 1
+
+    def note(self) -> ScheduleNote:
+        return ScheduleNote(
+            [{k: _copied(v) for k, v in group.items() if k != "params"} for group in self._param_groups()],
+            [{k: _copied(v) for k, v in s.state_dict().items()} for s in self._schedulers],
+        )
+
+    def restore(self, note: ScheduleNote) -> None:
+        for group, options in zip(self._param_groups(), note.options, strict=False):
+            for key, value in options.items():
+                if isinstance(value, torch.Tensor):
+                    group[key].copy_(value)  # a tensor learning rate may be part of a compiled or captured step
+                else:
+                    group[key] = _copied(value)
+        for scheduler, state in zip(self._schedulers, note.schedulers, strict=True):
+            scheduler.load_state_dict({k: _copied(v) for k, v in state.items()})
+
+    def _param_groups(self) -> list[Options]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ValueError`` for schedulers the guard cannot step."""
+    for scheduler in schedulers:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric that the guard does not have: step it yourself after validation, and "
+                "do not pass it as scheduler"
+            )
+        if not isinstance(scheduler, LRScheduler):
+            raise ValueError(f"scheduler must be a torch LRScheduler or several of them, got {scheduler!r}")
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise ValueError(
+                f"{name} was made for another {type(scheduler.optimizer).__name__} than the one to guard: it would "
+                "move learning rates that nothing uses. Make the scheduler from the optimizer you pass"
+            )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, (list, dict)) else value

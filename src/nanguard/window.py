@@ -1,0 +1,86 @@
+"""A step in the making: what was noted when it began, and the micro-batches gathered so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanguard.mailbox import Letter
+from nanguard.measure import Layout
+from nanguard.rng import RngState
+from nanguard.schedule import ScheduleNote
+from nanguard.undo import Copies, Undo
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One call of the loss function, with all that is needed to make it again.
+
+    ``shown`` is the loss that the user was given: when the step runs again it gets the new value.
+    """
+
+    loss_fn: LossFn
+    batch: Any
+    rng: RngState | None
+    reduce_gradients: bool
+    shown: Tensor | None = None
+
+    def show(self, loss: Tensor) -> None:
+        if self.shown is not None:
+            self.shown.copy_(loss)
+
+
+@dataclass(slots=True)
+class Window:
+    """One optimizer step, from the first note to the reading on its way to the host.
+
+    ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
+    itself ran the forward pass and can do so again.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    rerunnable: bool
+    divisor: int
+    microbatches: list[Microbatch] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    flags: list[Tensor] = field(default_factory=list)
+    shown: Tensor | None = None
+    elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
+    schedule: ScheduleNote | None = None
+    num_states: tuple[int, ...] = ()
+    layout: Layout | None = None
+    letter: Letter | None = None
+    latches: bool = True
+
+    def afresh(self) -> Window:
+        """The same step, not yet run."""
+        return replace(self, losses=[], flags=[], layout=None, letter=None)
+
+    def show_mean(self) -> None:
+        if self.shown is not None:
+            self.shown.copy_(self.mean_loss())
+
+    def mean_loss(self) -> Tensor:
+        """Over the micro-batches that were kept; NaN where none was. Does not sync."""
+        if len(self.losses) == 1 and not self.flags:
+            return self.losses[0]
+        losses = torch.stack([loss.double() for loss in self.losses])
+        if not self.flags:
+            return losses.mean()
+        dropped = torch.stack(self.flags)
+        return torch.where(dropped != 0, 0.0, losses).sum() / (1 - dropped).sum()
+
+    def correction(self) -> float | Tensor | None:
+        """What turns gradients divided by ``divisor`` into their mean over the kept micro-batches; None for nothing."""
+        if self.flags:
+            return self.divisor / (1 - torch.stack(self.flags)).sum()
+        gathered = len(self.losses)
+        return None if gathered == self.divisor else self.divisor / gathered

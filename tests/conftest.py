@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

@@ -1,0 +1,222 @@
+"""What only a GPU can show: no sync in a step, the latch for real, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import nanguard
+
+pytestmark = pytest.mark.cuda
+
+FUSED = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, fused=True),
+}
+
+
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run(guard: nanguard.Guard, batches: list[Any], style: str) -> None:
+    for batch in batches:
+        if style == "step":
+            guard.step(loss_fn, batch)
+        else:
+            with guard.autocast():
+                loss = loss_fn(guard.model, batch)
+            guard.backward(loss)
+            guard.update()
+
+
+def test_that_the_sync_detector_detects() -> None:
+    x = torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError), syncs_are_errors():
+        x.item()
+
+
+@pytest.mark.parametrize("style", ["step", "own loop"])
+@pytest.mark.parametrize("clip", ["group", "global", "agc", "zscore"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_a_guarded_step_never_syncs_healthy_or_not(optimizer: str, precision: Any, clip: str, style: str) -> None:
+    model, opt = build(FUSED[optimizer], device="cuda")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50)
+    guard = nanguard.Guard(
+        model, opt, scheduler=schedule, precision=precision, clip=clip, policy=nanguard.Policy(patience=9), max_norm=1.0
+    )
+    assert guard.syncs_per_step == 0
+    batches = poisoned(make_batches(12, device="cuda"), 4, 5, 9)
+    run(guard, batches[:2], style)
+    with syncs_are_errors():
+        run(guard, batches[2:], style)
+        guard.settle()
+    assert guard.counts["skipped"] >= 2
+    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+
+
+def test_accumulation_dropped_microbatches_and_averages_do_not_sync_either() -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    guard = nanguard.Guard(model, opt, precision="bf16", drop_bad_microbatches=True, ema=ema)
+    assert ema.n_averaged.device.type == "cpu"
+    batches = poisoned(make_batches(16, device="cuda"), 5, 6)
+    guard.step(loss_fn, microbatches=batches[:4])
+    with syncs_are_errors():
+        for start in (4, 8, 12):
+            guard.step(loss_fn, microbatches=batches[start : start + 4])
+        guard.settle()
+    assert [i.reading.dropped_microbatches for i in guard.incidents] == [(1, 2)]
+    assert int(ema.n_averaged) == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_late_and_eager_are_one_run_to_the_bit(optimizer: str, precision: Any) -> None:
+    ends = {}
+    for sync in ("eager", "late"):
+        model, opt = build(FUSED[optimizer], device="cuda")
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, 60)
+        guard = nanguard.Guard(
+            model, opt, scheduler=schedule, precision=precision, sync=sync, ema=ema, policy=nanguard.Policy(patience=9)
+        )
+        batches = poisoned(poisoned(make_batches(30, device="cuda"), 0, 7, 8), 15, value=INF)
+        losses = [guard.step(loss_fn, batch) for batch in guard.epoch(batches)]
+        rng = torch.cuda.get_rng_state()
+        ends[sync] = everything(
+            model, [opt], schedule, ema, rng, guard.counts["applied"], torch.stack(losses).nan_to_num()
+        )
+    assert differences(ends["eager"], ends["late"]) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_healthy_guarded_run_is_the_plain_run_to_the_bit(precision: Any) -> None:
+    batches = make_batches(50, device="cuda")
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
+    for batch in batches:
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+            loss = loss_fn(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=True)
+    plain = everything(model, [opt], torch.cuda.get_rng_state())
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    guard = nanguard.Guard(model, opt, precision=precision, clip="global", max_norm=0.5)
+    for batch in guard.epoch(batches):
+        guard.step(loss_fn, batch)
+    assert guard.counts["skipped"] == 0
+    assert differences(plain, everything(model, [opt], torch.cuda.get_rng_state())) == []
+
+
+def test_a_step_captured_in_a_cuda_graph_skips_correctly() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), fused=True, capturable=True)
+    guard = nanguard.Guard(model, opt, precision="bf16", policy=nanguard.Policy(patience=9))
+    batches = make_batches(20, device="cuda")
+    static = (batches[0][0].clone(), batches[0][1].clone())
+
+    def load(batch: Any) -> None:
+        static[0].copy_(batch[0])
+        static[1].copy_(batch[1])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches[:3]:
+            load(batch)
+            guard.step(loss_fn, static)
+    torch.cuda.current_stream().wait_stream(side)
+    guard.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        guard.step(loss_fn, static)
+    for batch in batches[3:6]:
+        load(batch)
+        guard.replay(graph)
+    guard.settle()
+    before = everything(model, [opt])
+    load(poisoned(batches, 6)[6])
+    guard.replay(graph)
+    assert differences(before, everything(model, [opt])) == []
+    load(batches[7])
+    guard.replay(graph)
+    assert differences(before, everything(model, [opt])) == [], "latched until the host has heard"
+    guard.settle()
+    assert guard.counts == {"applied": 6, "skipped": 1, "lost": 1, "rerun": 0, "backed_off": 0}
+    load(batches[8])
+    guard.replay(graph)
+    guard.settle()
+    after = everything(model, [opt])
+    assert differences(before, after) != []
+    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+
+
+def test_batchnorm_under_torch_compile_shows_no_trace_of_a_bad_step() -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    compiled = torch.compile(model)
+    guard = nanguard.Guard(compiled, opt, precision="bf16")
+    batches = make_batches(6, device="cuda")
+    run(guard, batches[:3], "step")
+    guard.settle()
+    before = everything(model, [opt])
+    run(guard, poisoned(batches, 3)[3:4], "step")
+    guard.settle()
+    assert differences(before, everything(model, [opt])) == []
+    assert guard.incidents[0].reading.gradients[0] in dict(TinyNet().named_parameters())
+
+
+def test_precision_auto_takes_bf16_here() -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    assert nanguard.Guard(model, opt).precision == ("bf16" if torch.cuda.is_bf16_supported(False) else "fp16")
+
+
+def test_an_optimizer_that_is_not_fused_costs_one_sync_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, opt = build(lambda p: torch.optim.AdamW(p, lr=1e-2), device="cuda")
+    guard = nanguard.Guard(model, opt)
+    assert guard.syncs_per_step == 1
+    assert "fused=True" in caplog.text
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        guard.step(loss_fn, make_batches(1, device="cuda")[0])
+        with pytest.warns(UserWarning, match="synchronizing") as caught:
+            guard.step(loss_fn, make_batches(1, device="cuda")[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1
+
+
+def test_overflowing_norms_are_clipped_and_not_zeroed_on_the_device() -> None:
+    for dtype, value in ((torch.float16, 6e4), (torch.float32, 3e19), (torch.bfloat16, 3e38)):
+        layer = nn.Linear(2, 1, bias=False).to("cuda", dtype)
+        opt = torch.optim.SGD(layer.parameters(), lr=1.0, fused=True)
+        guard = nanguard.Guard(layer, opt, precision="fp32", max_norm=1.0)
+        with guard.autocast():
+            loss = layer(torch.zeros(1, 2, device="cuda", dtype=dtype)).float().sum()
+        guard.backward(loss)
+        layer.weight.grad = torch.full_like(layer.weight, value)
+        before = layer.weight.detach().clone()
+        guard.update()
+        guard.settle()
+        moved = (before - layer.weight).float().norm().item()
+        assert guard.counts["applied"] == 1
+        assert moved == pytest.approx(1.0, rel=2e-2), (dtype, moved)
