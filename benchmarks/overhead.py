@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 
-from models import SMOKE_WORKLOADS, VARIANTS, WORKLOADS, Plain, Rig
+from models import SMOKE_WORKLOADS, WORKLOADS
+from variants import VARIANTS, Plain, Rig
 
 MODES = ("eager", "compile")
 NUM_BATCHES = 8

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nanguard
+from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 FUSED = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),

@@ -5,7 +5,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-foreach_copy_ = torch._foreach_copy_
-foreach_mul_ = torch._foreach_mul_
-foreach_add_ = torch._foreach_add_
+foreach_copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_
+foreach_mul_: Callable[[Sequence[Tensor], Tensor], None] = torch._foreach_mul_
+foreach_add_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_add_
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:

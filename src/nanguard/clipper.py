@@ -39,6 +39,7 @@ class Clipper:
             )
         self._how = _NAMED.get(how, how) if isinstance(how, str) else how
         self._max_norm = max_norm
+        self._limit = torch.tensor(max_norm or 0.0, dtype=torch.float64, device=device)
         self._device = device
         self._window: NormWindow | None = None
         self._clipped: Tensor | None = None
@@ -58,9 +59,10 @@ class Clipper:
             self._scale_(groups, coefficient(norms, limits))
         elif self._max_norm is not None and self._how == "global":
             if groups[0].grads:
-                scale_(groups[0].grads, coefficient_like_torch(norms[0], self._max_norm, groups[0].grads))
+                factor = coefficient_like_torch(norms[0], self._limit, groups[0].grads)
+                scale_(groups[0].grads, factor, alike=groups[0].alike)
         elif self._max_norm is not None:
-            self._scale_(groups, coefficient(norms, self._max_norm))
+            self._scale_(groups, coefficient(norms, self._limit))
 
     def remember_(self, skip: Tensor | None = None) -> None:
         """Lets a learned limit see this step's norms, unless ``skip`` is 1."""
@@ -78,9 +80,11 @@ class Clipper:
             self._window_of(len(state["count"]), self._how).load_state_dict(state)
 
     def _scale_(self, groups: Sequence[Group], factors: Tensor) -> None:
+        if all(group.alike for group in groups):
+            factors = factors.float()  # for all groups at once
         for group, factor in zip(groups, factors.unbind(), strict=True):
             if group.grads:
-                scale_(group.grads, factor)
+                scale_(group.grads, factor, alike=group.alike)
 
     def _window_of(self, rows: int, options: ZScore) -> NormWindow:
         if self._window is None or self._window.rows != rows:  # a parameter group was added

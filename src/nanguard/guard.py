@@ -37,7 +37,6 @@ from nanguard.measure import Board, Roll
 from nanguard.policy import Policy
 from nanguard.precision import LossScale, Precision, Scaler
 from nanguard.records import Incident, Outcome
-from nanguard.rng import RngState
 from nanguard.salvage import Salvage
 from nanguard.schedule import Schedule, check_schedulers
 from nanguard.shield import Shield, check_optimizers
@@ -338,9 +337,8 @@ class Guard:
             window = self._open(rerunnable=True, divisor=self._accumulate)
         ends = len(window.losses) + 1 == window.divisor
         micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch)
-        loss, aux = self._bench.forward_backward(window, micro)
+        loss, aux = self._run(window, micro)
         micro.shown = loss
-        window.microbatches.append(micro)
         if ends:
             self._finish(window)
         return (loss, *aux) if aux else loss
@@ -355,18 +353,25 @@ class Guard:
         auxes = []
         for place, batch in enumerate(batches, start=1):
             micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
-            _, aux = self._bench.forward_backward(window, micro)
-            window.microbatches.append(micro)
+            _, aux = self._run(window, micro)
             auxes.append(aux)
         window.shown = window.mean_loss().clone()
         self._finish(window)
         return (window.shown, [aux[0] for aux in auxes]) if auxes[0] else window.shown
 
     def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
-        late_and_free = self._late is not None and not self._is_capturing()
-        rng = RngState.now(self._bench.device) if late_and_free else None
+        rng = None
+        if self._late is not None and not self._is_capturing():
+            rng = self._late.dice.now(self.current_step)
         averages_ranks = isinstance(self._bench.model, DistributedDataParallel)
         return Microbatch(loss_fn, batch, rng, reduce_gradients=is_last or not averages_ranks)
+
+    def _run(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        loss, aux = self._bench.forward_backward(window, micro)
+        window.microbatches.append(micro)
+        if self._late is not None and micro.rng is not None:
+            self._late.dice.compare(micro.rng)
+        return loss, aux
 
     def _open(self, *, rerunnable: bool, divisor: int) -> Window:
         """Begins a step: hears of what is due, then notes what the step may change."""

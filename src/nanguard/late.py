@@ -21,7 +21,7 @@ from nanguard.bench import Bench
 from nanguard.mailbox import Mailbox
 from nanguard.numerics.finite import raise_flag_
 from nanguard.records import Action, Outcome, Verdict
-from nanguard.rng import RngState
+from nanguard.rng import Dice
 from nanguard.undo import Undo
 from nanguard.window import Window
 
@@ -38,6 +38,7 @@ class Late:
         if bench.ema is not None:
             self._averages.add_all(bench.ema)
         self._mailbox = Mailbox(bench.device)
+        self.dice = Dice(bench.device)
         self._in_flight: deque[Window] = deque()
         self.latch = torch.zeros((), device=bench.device)
 
@@ -138,7 +139,7 @@ class Late:
     def _run_again(self, wake: list[Window]) -> None:
         """The steps of the wake, in order, each with the random numbers it had; afterwards as if it had been first."""
         bench = self._bench
-        rng, schedule = RngState.now(bench.device), bench.schedule.note()
+        rng, schedule = self.dice.now(), bench.schedule.note()
         for window in wake:
             if not bench.schedule.is_ours and window.schedule is not None:
                 bench.schedule.restore(window.schedule)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
+@dataclass(slots=True)
 class Letter:
     """A copy on its way to the host."""
 
-    def __init__(self, copy: Tensor, size: int, arrived: torch.cuda.Event | None, pool: list[Tensor]) -> None:
-        self._copy = copy
-        self._size = size
-        self._arrived = arrived
-        self._pool = pool
+    copy: Tensor
+    arrived: Any
+    pool: list[Letter]
 
     def read(self) -> list[float]:
         """The values; waits for this copy, not for the device's later work. To be called once."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values: list[float] = self._copy[: self._size].tolist()
-        self._pool.append(self._copy)
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values: list[float] = self.copy.tolist()
+        self.pool.append(self)
         return values
 
 
@@ -29,22 +31,20 @@ class Mailbox:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._pool: list[Tensor] = []
+        self._pool: list[Letter] = []
 
     def post(self, values: Tensor) -> Letter:
         """Starts copying ``values`` to the host. Does not sync."""
-        size = len(values)
-        copy = self._take(size)
-        copy[:size].copy_(values, non_blocking=True)
-        arrived = None
-        if self._on_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return Letter(copy, size, arrived, self._pool)
+        letter = self._take(len(values))
+        letter.copy.copy_(values, non_blocking=True)
+        if letter.arrived is not None:
+            letter.arrived.record()
+        return letter
 
-    def _take(self, size: int) -> Tensor:
-        while self._pool:
-            copy = self._pool.pop()
-            if len(copy) >= size:
-                return copy
-        return torch.empty(2 * size, dtype=torch.float64, pin_memory=self._on_cuda)
+    def _take(self, size: int) -> Letter:
+        if self._pool and len(self._pool[-1].copy) != size:
+            self._pool.clear()
+        if self._pool:
+            return self._pool.pop()
+        event: Any = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
+        return Letter(torch.empty(size, dtype=torch.float64, pin_memory=self._on_cuda), event, self._pool)

@@ -1,33 +1,37 @@
 """The board: one float64 vector on the device that holds all that a step has to say, copied to the host in one piece.
 
-    peak | scale | votes of the ranks | flags of micro-batches | norms of groups | loss | buffers | gradients
+    peak | scale | votes of the ranks | flags of micro-batches | loss | buffers | gradients
 
-Each entry from the loss on is a norm, finite exactly when its tensor is; the peak is the largest of them, so that one
-number says whether the step is sound. Kernels write straight into their places.
+From the loss on, each entry is finite exactly when its tensor is; the peak is the largest of them, so that one number
+says whether the step is sound. Kernels write straight into their places.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from nanguard.agree import Ranks
-from nanguard.numerics.norm import combine, tensor_norms
+from nanguard.numerics.norm import are_alike, combine, tensor_norms
 from nanguard.shield import Shield
 
 _PEAK, _SCALE, _VOTES = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
     """Parameters that have a gradient and share one norm, with these gradients."""
 
-    params: list[nn.Parameter]
-    grads: list[Tensor]
+    __slots__ = ("alike", "grads", "params")
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = [p for p in params if p.grad is not None]
+        self.grads: list[Tensor] = [p.grad for p in self.params]  # type: ignore[misc]
+        self.alike = are_alike(self.grads)
 
 
 class Roll:
@@ -40,17 +44,12 @@ class Roll:
 
     def call(self) -> list[Group]:
         """The groups as they are now; parameters may be frozen, unused or added while training goes on."""
-        groups: list[list[nn.Parameter]] = list(self._shield.groups())
+        groups: Iterable[list[nn.Parameter]] = self._shield.groups()
         if self._together:
             # torch sums in the order of model.parameters(), and rounding depends on the order.
-            everyone = [p for group in groups for p in group]
-            everyone.sort(key=lambda p: self._order.get(id(p), len(self._order)))
-            groups = [everyone]
-        called = []
-        for group in groups:
-            present = [(p, p.grad) for p in group if p.grad is not None]
-            called.append(Group([p for p, _ in present], [g for _, g in present]))
-        return called
+            last = len(self._order)
+            groups = [sorted(chain.from_iterable(groups), key=lambda p: self._order.get(id(p), last))]
+        return [Group(params) for params in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +58,21 @@ class Layout:
 
     votes: int
     flags: int
-    norms: int
+    groups: list[int]
     buffers: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
 
     @property
     def loss_at(self) -> int:
-        return _VOTES + self.votes + self.flags + self.norms
+        return _VOTES + self.votes + self.flags
+
+    @property
+    def params_at(self) -> int:
+        return self.loss_at + 1 + len(self.buffers)
 
     @property
     def size(self) -> int:
-        return self.loss_at + 1 + len(self.buffers) + len(self.params)
+        return self.params_at + len(self.params)
 
 
 class Board:
@@ -79,7 +82,8 @@ class Board:
         self._device = device
         self._ranks = ranks
         self._values = torch.zeros(64, dtype=torch.float64, device=device)
-        self.layout = Layout(0, 0, 0, (), ())
+        self.layout = Layout(0, 0, [], (), ())
+        self.norms = self._values[:0]
 
     def fill_(
         self,
@@ -92,8 +96,9 @@ class Board:
     ) -> None:
         """``buffers`` are names, and vectors with one largest absolute value for each of them."""
         names, peaks = buffers
-        params = tuple(p for group in groups for p in group.params)
-        at = self.layout = Layout(self._ranks.votes, len(flags), len(groups), names, params)
+        params = tuple(chain.from_iterable(group.params for group in groups))
+        sizes = [len(group.params) for group in groups]
+        at = self.layout = Layout(self._ranks.votes, len(flags), sizes, names, params)
         if at.size > len(self._values):
             self._values = torch.zeros(2 * at.size, dtype=torch.float64, device=self._device)
         if scale is not None:
@@ -102,17 +107,22 @@ class Board:
             start = _VOTES + at.votes
             self._values[start : start + at.flags].copy_(torch.stack(list(flags)))
         self.loss.copy_(loss)
-        start = at.loss_at + 1 + len(names)
         if peaks:
-            self._values[at.loss_at + 1 : start].copy_(torch.cat([p.to(self._device) for p in peaks]))
-        norms = tensor_norms([g for group in groups for g in group.grads])
+            self._values[at.loss_at + 1 : at.params_at].copy_(torch.cat([p.to(self._device) for p in peaks]))
+        norms = self._gradient_norms(groups)
         if norms:
-            here = [norm if norm.device == self._device else norm.to(self._device) for norm in norms]
-            torch.stack(here, out=self._values[start : at.size])
-        for norm, group in zip(self.norms.unbind(), groups, strict=True):
-            norm.copy_(combine(self._values[start : start + len(group.params)]))
-            start += len(group.params)
+            torch.stack(norms, out=self._values[at.params_at : at.size])
+        parts = torch.split(self._values[at.params_at : at.size], sizes)
+        self.norms = combine(parts)
         torch.linalg.vector_norm(self._values[at.loss_at : at.size], math.inf, out=self.peak)
+
+    def _gradient_norms(self, groups: Sequence[Group]) -> list[Tensor]:
+        if all(group.alike for group in groups):
+            # One call for all groups, as long as they are of one kind.
+            grads = list(chain.from_iterable(group.grads for group in groups))
+            return list(tensor_norms(grads, alike=are_alike([group.grads[0] for group in groups if group.grads])))
+        norms = chain.from_iterable(tensor_norms(group.grads) for group in groups)
+        return [norm.to(self._device) for norm in norms]
 
     @property
     def filled(self) -> Tensor:
@@ -133,10 +143,6 @@ class Board:
     @property
     def loss(self) -> Tensor:
         return self._values[self.layout.loss_at]
-
-    @property
-    def norms(self) -> Tensor:
-        return self._values[self.layout.loss_at - self.layout.norms : self.layout.loss_at]
 
     def agree_(self) -> Tensor | None:
         """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
@@ -171,7 +177,12 @@ class Reply:
 
     @property
     def norms(self) -> tuple[float, ...]:
-        return tuple(self.values[self.layout.loss_at - self.layout.norms : self.layout.loss_at])
+        """Of each group, from the norms of its gradients."""
+        norms, start = [], self.layout.params_at
+        for size in self.layout.groups:
+            norms.append(math.hypot(*self.values[start : start + size]))
+            start += size
+        return tuple(norms)
 
     @property
     def dropped(self) -> tuple[int, ...]:

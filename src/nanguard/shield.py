@@ -52,8 +52,10 @@ class Shield:
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        """Sets all gradients to None, which is all that torch's own ``zero_grad`` does in more time."""
+        for group in self.groups():
+            for param in group:
+                param.grad = None
 
     def num_states(self) -> tuple[int, ...]:
         """How many parameters have optimizer state now, for ``forget_states_after``."""

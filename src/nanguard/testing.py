@@ -106,11 +106,10 @@ def inject(
     """Return a context manager that injects `faults` into `target` while open, and leaves no hook behind.
 
     `target` is the outermost module, or an object with `model`, `optimizers` and `current_step`, as a Guard
-    is. For a module, `clock()` gives the number of the step being computed. Without a clock it is the number
-    of forward passes of that module so far, in training mode with gradients enabled, from 0; a backward pass
-    belongs to the forward pass before it. Passes in eval mode or without gradients are never hit.
-
-    Names are taken with and without the prefixes of DDP and torch.compile. Injecting does not sync, except
+    is. For a module, `clock()` gives the number of the step being computed; without a clock it is the number
+    of forward passes so far, in training mode with gradients enabled, from 0, and a backward pass belongs to
+    the forward pass before it. Other passes are never hit. Names may have the prefixes of DDP and
+    torch.compile or not; compiled code is compiled anew, at entry and exit. Injecting does not sync, except
     into a sparse gradient on CUDA. What cannot be hit is not in `fired`: a tensor without elements, or a
     gradient under FSDP, which hands none to hooks on parameters.
     """
@@ -119,7 +118,7 @@ def inject(
         return Injector(target, faults, lambda: given, clock)
     fits = all(hasattr(target, key) for key in ("model", "optimizers", "current_step"))
     _check(fits, f"target={target!r}", "a torch.nn.Module, or what has model, optimizers and current_step")
-    _check((optimizer or clock) is None, f"optimizer={optimizer!r}, clock={clock!r}", "None for this target")
+    _check((optimizer or clock) is None, "optimizer or clock", "neither, as this target has its own")
     return Injector(target.model, faults, lambda: target.optimizers, lambda: target.current_step)
 
 
@@ -152,6 +151,7 @@ class Injector:
         # Ahead of other hooks: FSDP's swaps the parameters, and who watches a module is to see the fault.
         model, keep = self._model, self._handles.append
         keep(model.register_forward_pre_hook(_Hook(self._begin), prepend=True, with_kwargs=True))
+        torch.compiler.reset()  # code compiled already would not call the hooks
         for fault, name in self._faults:
             if fault.into == "activation":
                 hook = _Hook(partial(self._activation, fault, name))
@@ -165,6 +165,7 @@ class Injector:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        torch.compiler.reset()
 
     def _place(self, fault: Fault) -> str:
         """The name of the fault's place as the model spells it; ValueError if there is none."""
@@ -211,13 +212,12 @@ class Injector:
         """Write the fault into `tensor` and note it. Autograd is not told, as of any fault: hence .data."""
         step, rank = self._now()
         cells: Tensor = getattr(tensor.data, "to_local", lambda: tensor.data)()  # of a DTensor, the own shard
-        if (num_cells := cells.numel()) == 0:
+        if (numel := cells.numel()) == 0:
             return
         if fault.element != "all":
-            drawn = _draw(fault.seed, step, rank, "element") % num_cells
-            index = drawn if fault.element is None else fault.element
-            if index >= num_cells:
-                raise self._missing(f"element {index} of {name!r}", f"it has {num_cells} elements")
+            index = _draw(fault.seed, step, rank, "where") % numel if fault.element is None else fault.element
+            if index >= numel:
+                raise self._missing(f"element {index} of {name!r}", f"it has {numel} elements")
             for dim in reversed(range(cells.dim())):  # one by one, as strides may forbid a flat view
                 index, at = divmod(index, cells.shape[dim])
                 cells = cells.select(dim, at)

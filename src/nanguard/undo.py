@@ -134,9 +134,12 @@ class Undo:
             self._add(path, owner._buffers, watch=False)
         self._sort()
 
-    @torch.no_grad()
     def note_(self) -> Copies:
-        """Copies what may have changed. Returns copies of tensors on other devices: only the host can put those back."""
+        """Copies what may have changed. Returns copies of tensors on other devices, for the host to put back."""
+        return self._note_() if self._slots else {}
+
+    @torch.no_grad()
+    def _note_(self) -> Copies:
         currents = [bank.current() for bank in self._banks]
         if not all(currents) or not all(slot.fits for slot in self._large):
             self._sort()
@@ -149,9 +152,12 @@ class Undo:
                 slot.note_()
         return {k: s.saved.clone() for k, s in self._slots.items() if s.saved.device != self._device}
 
-    @torch.no_grad()
     def peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Names of the watched tensors that may have changed, and vectors of their largest absolute values now."""
+        return self._peaks() if self._slots else ((), [])
+
+    @torch.no_grad()
+    def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         names: list[str] = []
         peaks: list[Tensor] = []
         for bank in self._banks:
@@ -172,10 +178,13 @@ class Undo:
         for slot in self._slots.values():
             slot.undo_()
 
-    @torch.no_grad()
     def undo_where_(self, flag: Tensor) -> None:
         """Puts everything on the guard's device back where the 0-dim ``flag`` is 1, decided on the device."""
-        bad = flag != 0
+        if self._slots:
+            self._undo_where_(flag != 0)
+
+    @torch.no_grad()
+    def _undo_where_(self, bad: Tensor) -> None:
         for bank in self._banks:
             if bank.slots[0].saved.device != self._device:
                 continue

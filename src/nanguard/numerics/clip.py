@@ -16,7 +16,7 @@ from torch import Tensor
 from nanguard import _compat
 from nanguard.numerics.norm import ordinary_range, torch_norm
 
-_EPS = 1e-6  # what clip_grad_norm_ adds to the norm; kept so that results agree to the bit
+_EPS = 1e-6  # what clip_grad_norm_ adds to the norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +61,12 @@ def require_max_norm(max_norm: float | None) -> None:
         _require_positive("max_norm", max_norm, "; pass None to turn clipping off")
 
 
-def coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """What to multiply a gradient of this norm by so that it keeps the limit; at most 1. Does not sync."""
-    return torch.clamp(limit / (norm + _EPS), max=1.0)
+def coefficient(norms: Tensor, limits: Tensor) -> Tensor:
+    """What to multiply gradients of these norms by so that they keep these limits; at most 1. Does not sync."""
+    return torch.div(limits, norms).clamp_(max=1.0)
 
 
-def coefficient_like_torch(norm: Tensor, limit: float, grads: Sequence[Tensor]) -> Tensor:
+def coefficient_like_torch(norm: Tensor, limit: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """``coefficient``, and equal to the last bit to what ``clip_grad_norm_`` uses on ordinary gradients.
 
     torch sums squares in the gradients' own dtype. Where that neither overflows nor underflows its result is
@@ -78,11 +78,15 @@ def coefficient_like_torch(norm: Tensor, limit: float, grads: Sequence[Tensor]) 
         return exact
     low, high = ordinary_range(theirs.dtype)
     ordinary = (theirs > low) & (theirs < high)
-    return torch.where(ordinary, coefficient(theirs, limit), exact.to(theirs.dtype))
+    like_torch = torch.clamp(limit.to(theirs.dtype) / (theirs + _EPS), max=1.0)
+    return torch.where(ordinary, like_torch, exact.to(theirs.dtype))
 
 
-def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies all gradients by a 0-dim tensor, in place. Does not sync."""
+def scale_(grads: Sequence[Tensor], factor: Tensor, *, alike: bool = False) -> None:
+    """Multiplies all gradients by a 0-dim tensor, in place; ``alike`` as in ``tensor_norms``. Does not sync."""
+    if alike:
+        _compat.foreach_mul_(grads, factor.to(grads[0].device, torch.float32))
+        return
     if any(g.layout is not torch.strided for g in grads):
         for g in grads:
             g.mul_(factor.to(g.device, g.dtype))

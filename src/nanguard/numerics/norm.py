@@ -17,14 +17,28 @@ from torch import Tensor
 from nanguard import _compat
 
 
-def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether one kernel can take them all: strided, real, of one dtype below float64, and of one device."""
+    if not tensors:
+        return True
+    first = tensors[0]
+    dtype, device = first.dtype, first.device
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return all(t.dtype is dtype and t.layout is torch.strided and t.device == device for t in tensors)
+
+
+def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool = False) -> Sequence[Tensor]:
     """The norm of each tensor as a 0-dim float64 tensor on its device.
 
     Finite if and only if every element is. Takes mixed devices and dtypes, complex and sparse tensors, and empty
-    ones (norm 0). ``order`` is 2 or infinity. Does not sync, except that torch coalesces sparse CUDA tensors.
+    ones (norm 0). ``order`` is 2 or infinity; ``alike`` says that ``are_alike`` was asked before. Does not sync,
+    except that torch coalesces sparse CUDA tensors.
     """
     if not tensors:
         return []
+    if alike and order == 2.0:
+        return _compat.foreach_norm(tensors, order)
     plain = [t if t.layout is torch.strided else t.coalesce().values() for t in tensors]
     norms: list[Tensor] = [plain[0]] * len(plain)
     for members, places in _compat.by_device_and_dtype(plain):
@@ -39,10 +53,12 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return norms
 
 
-def combine(norms: Tensor) -> Tensor:
-    """The norm of the whole, from a float64 vector of the norms of its parts. Does not sync."""
-    whole: Tensor = torch.linalg.vector_norm(norms)
-    return whole
+def combine(groups: Sequence[Tensor]) -> Tensor:
+    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync."""
+    if len(groups) == 1:
+        whole: Tensor = torch.linalg.vector_norm(groups[0], keepdim=True)
+        return whole
+    return torch.stack(list(_compat.foreach_norm(groups, 2.0)))
 
 
 def torch_norm(tensors: Sequence[Tensor]) -> Tensor | None:
