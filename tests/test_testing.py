@@ -718,6 +718,7 @@ def test_copies_of_the_model_carry_no_faults() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, at any graph break
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler
 @pytest.mark.parametrize("late", [False, True])
 def test_a_compiled_model_is_hit_and_is_clean_afterwards(late: bool) -> None:
     model, _, batch = make()
@@ -727,8 +728,8 @@ def test_a_compiled_model_is_hit_and_is_clean_afterwards(late: bool) -> None:
         if late:
             assert run(compiled, batch, 1) == [True]
         with inject(compiled, *faults) as injector:
-            assert run(compiled, batch, 3) == [True, False, True]
-        assert run(compiled, batch, 1) == [True]
+            assert run(compiled, batch, 2) == [True, False]
+        assert run(compiled, batch, 2) == [True, True]
     finally:
         torch.compiler.reset()
     assert sorted(fired.name for fired in injector.fired) == ["_orig_mod.fc1", "_orig_mod.fc1.weight"]
@@ -763,6 +764,7 @@ def test_a_gradient_on_one_rank_is_hit_before_ddp_reduces_it(tmp_path: Path) -> 
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("value", ["nan", "huge", "bitflip", 7.5])
 def test_injecting_does_not_sync(value: str | float) -> None:
@@ -776,8 +778,8 @@ def test_injecting_does_not_sync(value: str | float) -> None:
     faults = [Fault(into=into, name=name, value=value, steps=(0, 1)) for into, name in PLACES.items()]
     torch.cuda.synchronize()
     with inject(model, *faults, optimizer=optimizer) as injector:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             for _ in range(2):
                 injector.loss(model(batch).sum()).backward()
         finally:

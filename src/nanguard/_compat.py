@@ -5,7 +5,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-foreach_copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_
-foreach_mul_: Callable[[Sequence[Tensor], Tensor], None] = torch._foreach_mul_
-foreach_add_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_add_
+foreach_copy_: Any = torch._foreach_copy_
+foreach_mul_: Any = torch._foreach_mul_
+foreach_add_: Any = torch._foreach_add_
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
@@ -48,6 +48,14 @@ def can_be_fused(optimizer: Optimizer) -> bool:
     """Whether ``fused=True`` would make this optimizer skip on the device."""
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     return type(optimizer) in kinds and not skips_on_device(optimizer)
+
+
+def raise_if_nonfinite_(flag: Tensor, values: Tensor, one: Tensor) -> None:
+    """Sets ``flag`` to 1 where any of ``values`` is NaN or Inf, in one kernel. Does not sync.
+
+    GradScaler's own check; it divides by a scale too, which is ``one`` here. It knows no bf16.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([values], flag, one)
 
 
 def update_scale_(

@@ -40,16 +40,16 @@ class Ranks:
         self._own = torch.zeros((), device=device)
         self._sees_own = together and isinstance(model, DistributedDataParallel) and self._watch_buckets(model)
 
-    def vote_(self, votes: Tensor, loss: Tensor, peak: Tensor) -> Tensor:
-        """Fills the table from this rank's norms of the loss and of everything, reduces it, and returns its maximum."""
-        votes.zero_()
+    def vote(self, measured: Tensor) -> Tensor:
+        """The table of all ranks, from this rank's measurements, of which the first is the loss."""
+        votes = torch.zeros(self.votes, device=measured.device)
         row = votes[_COLUMNS * self.rank : _COLUMNS * (self.rank + 1)]
-        raise_flag_(row[_LOSS], loss)
-        raise_flag_(row[_ALL], peak)
+        raise_flag_(row[_LOSS], measured[:1])
+        raise_flag_(row[_ALL], measured)
         row[_OWN].copy_(self._own if self._sees_own else row[_ALL])
         self._own.zero_()
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        return votes.amax()
+        return votes
 
     def read(self, votes: Sequence[float]) -> tuple[Flags, ...]:
         """The ranks with something of their own to report, from the table as the host got it."""
@@ -73,7 +73,7 @@ class Ranks:
 
     def see_bucket(self, bucket: Tensor) -> None:
         """Notes whether this rank's own gradients, not yet averaged, are finite. Does not sync."""
-        raise_flag_(self._own, tensor_norms([bucket])[0])
+        raise_flag_(self._own, tensor_norms([bucket])[0].reshape(1))
 
 
 def _note_and_average(ranks: Ranks, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -80,8 +80,7 @@ class Clipper:
             self._window_of(len(state["count"]), self._how).load_state_dict(state)
 
     def _scale_(self, groups: Sequence[Group], factors: Tensor) -> None:
-        if all(group.alike for group in groups):
-            factors = factors.float()  # for all groups at once
+        factors = factors.float() if all(group.alike for group in groups) else factors  # all of them at once
         for group, factor in zip(groups, factors.unbind(), strict=True):
             if group.grads:
                 scale_(group.grads, factor, alike=group.alike)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nanguard.bench import Bench
 from nanguard.mailbox import Mailbox
-from nanguard.numerics.finite import raise_flag_
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.rng import Dice
 from nanguard.undo import Undo
@@ -99,11 +98,11 @@ class Late:
             torch.maximum(self.latch, agreed, out=self.latch)
             return self.latch
         if window.latches or scaler is None:
-            raise_flag_(self.latch, board.peak)
+            board.raise_flag_(self.latch)
             return self.latch
         skip = self.latch.clone()
-        raise_flag_(skip, board.peak)
-        raise_flag_(self.latch, board.peak_without_gradients())
+        board.raise_flag_(skip)
+        board.raise_flag_but_for_gradients_(self.latch)
         torch.maximum(self.latch, skip * (scaler.scale <= scaler.options.floor), out=self.latch)
         return skip
 

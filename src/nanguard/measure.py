@@ -1,9 +1,9 @@
 """The board: one float64 vector on the device that holds all that a step has to say, copied to the host in one piece.
 
-    peak | scale | votes of the ranks | flags of micro-batches | loss | buffers | gradients
+    scale | votes of the ranks | flags of micro-batches | loss | buffers | gradients
 
-From the loss on, each entry is finite exactly when its tensor is; the peak is the largest of them, so that one number
-says whether the step is sound. Kernels write straight into their places.
+From the loss on, each entry is finite exactly when its tensor is: the step is sound when all of them are. Kernels write
+straight into their places.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.agree import Ranks
+from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import are_alike, combine, tensor_norms
 from nanguard.shield import Shield
 
-_PEAK, _SCALE, _VOTES = 0, 1, 2
+_SCALE, _VOTES = 0, 1
 
 
 class Group:
@@ -81,6 +82,7 @@ class Board:
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._device = device
         self._ranks = ranks
+        self._one = torch.ones((), device=device)
         self._values = torch.zeros(64, dtype=torch.float64, device=device)
         self.layout = Layout(0, 0, [], (), ())
         self.norms = self._values[:0]
@@ -114,7 +116,6 @@ class Board:
             torch.stack(norms, out=self._values[at.params_at : at.size])
         parts = torch.split(self._values[at.params_at : at.size], sizes)
         self.norms = combine(parts)
-        torch.linalg.vector_norm(self._values[at.loss_at : at.size], math.inf, out=self.peak)
 
     def _gradient_norms(self, groups: Sequence[Group]) -> list[Tensor]:
         if all(group.alike for group in groups):
@@ -128,17 +129,13 @@ class Board:
     def filled(self) -> Tensor:
         return self._values[: self.layout.size]
 
-    @property
-    def peak(self) -> Tensor:
-        """Finite exactly when loss, buffers and gradients are."""
-        return self._values[_PEAK]
+    def raise_flag_(self, flag: Tensor) -> None:
+        """Sets the 0-dim ``flag`` to 1 where loss, buffers or gradients are non-finite."""
+        raise_flag_(flag, self._values[self.layout.loss_at : self.layout.size], self._one)
 
-    def peak_without_gradients(self) -> Tensor:
-        """Finite exactly when loss and buffers are."""
-        start = self.layout.loss_at
-        segment = self._values[start : start + 1 + len(self.layout.buffers)]
-        peak: Tensor = torch.linalg.vector_norm(segment, math.inf)
-        return peak
+    def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
+        """Sets the 0-dim ``flag`` to 1 where loss or buffers are non-finite."""
+        raise_flag_(flag, self._values[self.layout.loss_at : self.layout.params_at], self._one)
 
     @property
     def loss(self) -> Tensor:
@@ -148,8 +145,9 @@ class Board:
         """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
         if not self._ranks.votes:
             return None
-        votes = self._values[_VOTES : _VOTES + self._ranks.votes]
-        return self._ranks.vote_(votes, self.loss.abs(), self.peak)
+        votes = self._ranks.vote(self._values[self.layout.loss_at : self.layout.size])
+        self._values[_VOTES : _VOTES + self._ranks.votes].copy_(votes)
+        return votes.amax()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class Reply:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.values[_PEAK]) and not any(self.votes)
+        return all(map(math.isfinite, self.values[self.layout.loss_at :])) and not any(self.votes)
 
     @property
     def scale(self) -> float:

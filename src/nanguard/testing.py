@@ -109,9 +109,9 @@ def inject(
     is. For a module, `clock()` gives the number of the step being computed; without a clock it is the number
     of forward passes so far, in training mode with gradients enabled, from 0, and a backward pass belongs to
     the forward pass before it. Other passes are never hit. Names may have the prefixes of DDP and
-    torch.compile or not; compiled code is compiled anew, at entry and exit. Injecting does not sync, except
-    into a sparse gradient on CUDA. What cannot be hit is not in `fired`: a tensor without elements, or a
-    gradient under FSDP, which hands none to hooks on parameters.
+    torch.compile or not; a compiled `target` is compiled anew. Injecting does not sync, except into a sparse
+    gradient on CUDA. What cannot be hit is not in `fired`: a tensor without elements, or a gradient under
+    FSDP, which hands none to hooks on parameters.
     """
     if isinstance(target, nn.Module):
         given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
@@ -137,8 +137,8 @@ class Injector:
         Gradients are multiplied by what the loss was multiplied by: a non-finite loss has such gradients.
         A loss that requires no gradient, and any loss after exit, is returned as it is.
         """
-        live = bool(self._handles) and torch.is_grad_enabled() and loss.requires_grad
-        for fault, _ in self._due("loss") if live else ():
+        is_trained_on = torch.is_grad_enabled() and loss.requires_grad
+        for fault, _ in self._due("loss") if is_trained_on else ():
             hit: Any = loss.clone()
             self._write_(fault, hit, "loss")
             old, new = loss.detach(), hit.detach()
@@ -151,7 +151,8 @@ class Injector:
         # Ahead of other hooks: FSDP's swaps the parameters, and who watches a module is to see the fault.
         model, keep = self._model, self._handles.append
         keep(model.register_forward_pre_hook(_Hook(self._begin), prepend=True, with_kwargs=True))
-        torch.compiler.reset()  # code compiled already would not call the hooks
+        if any(hasattr(module, "_orig_mod") for module in model.modules()):
+            torch.compiler.reset()  # code compiled already would not call the hooks
         for fault, name in self._faults:
             if fault.into == "activation":
                 hook = _Hook(partial(self._activation, fault, name))
@@ -165,7 +166,6 @@ class Injector:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        torch.compiler.reset()
 
     def _place(self, fault: Fault) -> str:
         """The name of the fault's place as the model spells it; ValueError if there is none."""
@@ -201,7 +201,7 @@ class Injector:
     def _is_due(self, fault: Fault) -> bool:
         """Whether the fault fires now: decided by the step, the rank, the seed, and when it fired before."""
         step, rank = self._now()
-        is_here = step >= 0 and (fault.ranks is None or rank in fault.ranks)
+        is_here = bool(self._handles) and step >= 0 and (fault.ranks is None or rank in fault.ranks)
         fired = [each.step for each in self.fired if each.fault is fault]
         once_a_step = fault.times is None and fault.into in _IN_PLACE
         is_spent = step in fired if once_a_step else len(fired) == fault.times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,15 +18,16 @@ def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     flag = torch.zeros((), device=device)
     norms = [norm.to(device) for norm in tensor_norms(tensors)]
     if norms:
-        raise_flag_(flag, torch.linalg.vector_norm(torch.stack(norms), math.inf))
+        raise_flag_(flag, torch.stack(norms))
     return flag
 
 
-def raise_flag_(flag: Tensor, norm: Tensor) -> None:
-    """Sets a 0-dim flag to 1 where the 0-dim ``norm`` is NaN or Inf, else leaves it. Does not sync."""
-    # A norm is not negative, so `norm < inf` is True exactly when it is sound (isfinite would take four kernels), and
-    # `flag >= sound` is 0 only where the flag is down and the norm is sound.
-    flag.ge_(norm < math.inf)
+def raise_flag_(flag: Tensor, values: Tensor, one: Tensor | None = None) -> None:
+    """Sets a 0-dim float32 ``flag`` to 1 where any of ``values`` is NaN or Inf, else leaves it. Does not sync.
+
+    ``values`` are float32 or float64. A caller in a hurry passes a 0-dim float32 ``one`` that it keeps.
+    """
+    _compat.raise_if_nonfinite_(flag, values, torch.ones_like(flag) if one is None else one)
 
 
 def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
