@@ -305,7 +305,6 @@ class Guard:
             "latch": 0.0 if self._late is None else self._late.latch.item(),
             "scaler": None if bench.scaler is None else bench.scaler.state_dict(),
             "clipper": bench.clipper.state_dict(),
-            "ticks_owed": bench.schedule.owed,
             "journal": bench.journal.state_dict(),
         }
 
@@ -326,7 +325,6 @@ class Guard:
         if bench.scaler is not None:
             bench.scaler.load_state_dict(state["scaler"])
         bench.clipper.load_state_dict(state["clipper"])
-        bench.schedule.owed = state["ticks_owed"]
         bench.journal.load_state_dict(state["journal"])
 
     # ---- one step ------------------------------------------------------------------------------------------------

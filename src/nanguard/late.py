@@ -114,10 +114,19 @@ class Late:
         if action.response == "apply":
             bench.journal.record(Outcome(verdict=verdict, action=action, applied=True))
         elif action.response == "back_off" and not window.latches:
-            bench.schedule.hold_one()
+            self._take_back_tick(window)
             bench.journal.record(Outcome(verdict=verdict, action=action, applied=False))
         else:
             self._recover(window, verdict, action)
+
+    def _take_back_tick(self, window: Window) -> None:
+        """The schedule as if this step had not advanced it and the ones in flight behind it had."""
+        schedule = self._bench.schedule
+        if schedule.is_ours and window.schedule is not None:
+            schedule.restore(window.schedule)
+            for later in self._in_flight:
+                later.schedule = schedule.note()
+                schedule.tick()
 
     def _recover(self, window: Window, verdict: Verdict, action: Action) -> None:
         """Puts back what only the host can, takes the latch down, and runs the wake again."""

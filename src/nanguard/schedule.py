@@ -27,7 +27,6 @@ class Schedule:
     def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
         self._optimizers = optimizers
         self._schedulers = schedulers
-        self.owed = 0
 
     @property
     def is_ours(self) -> bool:
@@ -36,16 +35,8 @@ class Schedule:
 
     def tick(self) -> None:
         """Advances by one applied step."""
-        if self.owed:
-            self.owed -= 1
-            return
         for scheduler in self._schedulers:
             scheduler.step()
-
-    def hold_one(self) -> None:
-        """A step counted as applied turned out skipped: the next tick is not taken."""
-        if self._schedulers:
-            self.owed += 1
 
     def note(self) -> ScheduleNote:
         return ScheduleNote(

@@ -134,7 +134,8 @@ class Injector:
     def loss(self, loss: Tensor) -> Tensor:
         """Return `loss` hit by the faults of this step, still connected to its graph. Does not sync.
 
-        Gradients are multiplied by what the loss was multiplied by: a non-finite loss has such gradients.
+        Gradients are multiplied by what the loss was multiplied by (the value, if it was 0): a non-finite loss
+        has non-finite gradients.
         A loss that requires no gradient, and any loss after exit, is returned as it is.
         """
         is_trained_on = torch.is_grad_enabled() and loss.requires_grad
@@ -142,7 +143,7 @@ class Injector:
             hit: Any = loss.clone()
             self._write_(fault, hit, "loss")
             old, new = loss.detach(), hit.detach()
-            factor = torch.where(new.isfinite() & (old != 0), new / old, new)
+            factor = torch.where(old != 0, new / old, new)
             hit.register_hook(partial(torch.mul, torch.where(new == old, 1.0, factor)))
             loss = hit
         return loss
