@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizers import ALL, FUSED
 from torch import Tensor, nn
 
 import nanguard
 from helpers import build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard.testing import Fault, inject
+from optimizers import ALL, FUSED
 
 FAULTS = ("loss", "forward", "backward", "gradient")
 STYLES = ("step", "own loop")

@@ -15,7 +15,7 @@ from nanguard.numerics.clip import (
     ZScore,
     clip_units_,
     coefficient,
-    coefficient_like_torch,
+    like_torch,
     require_max_norm,
     scale_,
 )
@@ -59,7 +59,7 @@ class Clipper:
             self._scale_(groups, coefficient(norms, limits))
         elif self._max_norm is not None and self._how == "global":
             if groups[0].grads:
-                factor = coefficient_like_torch(norms[0], self._limit, groups[0].grads)
+                factor = like_torch(coefficient(norms[0], self._limit), self._max_norm, groups[0].grads)
                 scale_(groups[0].grads, factor, alike=groups[0].alike)
         elif self._max_norm is not None:
             self._scale_(groups, coefficient(norms, self._limit))

@@ -6,22 +6,17 @@ kind that real data sets have: one is digital silence, and one has a pop that is
 
 from __future__ import annotations
 
-import logging
 import math
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from nanguard.guard import Guard
 

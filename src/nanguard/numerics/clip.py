@@ -66,20 +66,18 @@ def coefficient(norms: Tensor, limits: Tensor) -> Tensor:
     return torch.div(limits, norms).clamp_(max=1.0)
 
 
-def coefficient_like_torch(norm: Tensor, limit: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """``coefficient``, and equal to the last bit to what ``clip_grad_norm_`` uses on ordinary gradients.
+def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor]) -> Tensor:
+    """The ``exact`` coefficient, but to the last bit what ``clip_grad_norm_`` uses on ordinary gradients.
 
     torch sums squares in the gradients' own dtype. Where that neither overflows nor underflows its result is
-    taken, else the one from the float64 ``norm``; the device chooses. Does not sync.
+    taken, else the exact one; the device chooses. Does not sync.
     """
-    exact = coefficient(norm, limit)
     theirs = torch_norm(grads)
     if theirs is None:
         return exact
     low, high = ordinary_range(theirs.dtype)
     ordinary = (theirs > low) & (theirs < high)
-    like_torch = torch.clamp(limit.to(theirs.dtype) / (theirs + _EPS), max=1.0)
-    return torch.where(ordinary, like_torch, exact.to(theirs.dtype))
+    return torch.where(ordinary, torch.clamp(limit / (theirs + _EPS), max=1.0), exact.to(theirs.dtype))
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor, *, alike: bool = False) -> None:
