@@ -50,6 +50,11 @@ class Bench:
     names: dict[int, str]
     window: Window | None = None
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether single bad gradients are left out; not where they are scaled."""
+        return self.policy.drop_bad_gradients and self.scaler is None
+
     def forward_backward(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
         ddp: Any = self.model

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from nanguard.bench import Bench
-from nanguard.measure import Group
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.window import Window
 
@@ -15,9 +14,8 @@ from nanguard.window import Window
 class Eager:
     """One sync a step, where the device is not the CPU."""
 
-    def __init__(self, bench: Bench, *, drops_gradients: bool) -> None:
+    def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._drops_gradients = drops_gradients
 
     def before(self) -> None:
         """Nothing is ever in flight."""
@@ -32,8 +30,11 @@ class Eager:
         bench = self._bench
         groups = bench.measure(window)
         verdict, action = self._ask(window)
-        if self._drops_gradients and verdict.reading.found == ("gradients",):
-            groups, verdict, action = self._drop_gradients(window, verdict)
+        if bench.drops_gradients and verdict.reading.found == ("gradients",):
+            self._drop_gradients(verdict)
+            left = bench.measure(window)
+            if any(group.params for group in left):
+                groups, (verdict, action) = left, self._ask(window, dropped=verdict.reading.gradients)
         applied = action.response in ("apply", "drop_gradients")
         if applied:
             bench.clipper.clip_(groups, bench.board.norms)
@@ -48,20 +49,16 @@ class Eager:
         bench.shield.zero_grad()
         bench.journal.record(Outcome(verdict=verdict, action=action, applied=applied))
 
-    def _ask(self, window: Window) -> tuple[Verdict, Action]:
+    def _ask(self, window: Window, dropped: tuple[str, ...] = ()) -> tuple[Verdict, Action]:
+        """Waits for the device, once."""
         self._bench.board.agree_()
-        return self._bench.respond(self._bench.read(window, self._bench.board.filled.tolist()))
+        reading = self._bench.read(window, self._bench.board.filled.tolist())
+        return self._bench.respond(replace(reading, dropped_gradients=dropped) if dropped else reading)
 
-    def _drop_gradients(self, window: Window, verdict: Verdict) -> tuple[list[Group], Verdict, Action]:
-        """Leaves the bad gradients out, before any clipping, and measures what is left."""
+    def _drop_gradients(self, verdict: Verdict) -> None:
+        """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter."""
         bench, bad = self._bench, set(verdict.reading.gradients)
         for group in bench.roll.call():
             for param in group.params:
                 if bench.name(param) in bad:
                     param.grad = None
-        groups = bench.measure(window)
-        verdict, action = self._ask(window)
-        if action.response == "apply" and any(group.params for group in groups):
-            dropped = replace(verdict.reading, dropped_gradients=tuple(bad))
-            return groups, replace(verdict, reading=dropped), Action(response="drop_gradients")
-        return groups, verdict, action

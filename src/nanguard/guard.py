@@ -9,10 +9,7 @@ host afterwards. Nothing below calls back into the guard.
 from __future__ import annotations
 
 import contextlib
-import logging
-import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -24,26 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard import arguments
-from nanguard.agree import Ranks
-from nanguard.bench import Bench
-from nanguard.clipper import Clip, Clipper
+from nanguard.assembly import assemble, choose_sync, introduce
+from nanguard.clipper import Clip
 from nanguard.eager import Eager
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
-from nanguard.journal import Journal
 from nanguard.late import Late
-from nanguard.measure import Board, Roll
 from nanguard.policy import Policy
-from nanguard.precision import LossScale, Precision, Scaler
+from nanguard.precision import LossScale
 from nanguard.records import Incident, Outcome
-from nanguard.salvage import Salvage
-from nanguard.schedule import Schedule, check_schedulers
-from nanguard.shield import Shield, check_optimizers
-from nanguard.undo import Undo
 from nanguard.window import LossFn, Microbatch, Window
-
-log = logging.getLogger("nanguard")
 
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -94,53 +81,31 @@ class Guard:
         run_dir: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        optimizers: tuple[Optimizer, ...] = arguments.several(optimizer)
-        schedulers: tuple[LRScheduler, ...] = arguments.several(scheduler)
-        arguments.check_model(model)
-        check_optimizers(optimizers, model)
-        check_schedulers(schedulers, optimizers)
-        arguments.check_choice("schedule_per", schedule_per, ("step", "epoch"))
-        arguments.check_accumulation(model, accumulate, drop_bad_microbatches)
-        arguments.check_ema(ema)
-        shield = Shield(optimizers)
-        device = optimizers[0].param_groups[0]["params"][0].device
-        resolved = Precision.resolve(precision, device)
-        arguments.check_precision(model, resolved)
-        scaler = Scaler(loss_scale or LossScale(), device) if resolved.name == "fp16" else None
-        policy = policy or Policy()
-        drops_gradients = policy.drop_bad_gradients and scaler is None
-        clipper = Clipper(clip, max_norm, device)
-        ranks = Ranks(model, device, process_group)
-
-        self._bench = bench = Bench(
-            model=model,
-            device=device,
-            precision=resolved,
-            policy=policy,
-            shield=shield,
-            schedule=Schedule(optimizers, schedulers if schedule_per == "step" else ()),
-            clipper=clipper,
-            scaler=scaler,
-            salvage=Salvage(model, device) if drop_bad_microbatches else None,
-            roll=Roll(model, shield, together=clipper.together),
-            ranks=ranks,
-            board=Board(device, ranks),
-            buffers=Undo(device),
+        self._bench = assemble(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            schedule_per=schedule_per,
+            precision=precision,
+            max_norm=max_norm,
+            clip=clip,
+            policy=policy or Policy(),
+            accumulate=accumulate,
+            drop_bad_microbatches=drop_bad_microbatches,
             ema=ema,
-            journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
-            names={id(p): arguments.clean_name(name) for name, p in model.named_parameters()},
+            loss_scale=loss_scale,
+            run_dir=run_dir,
+            process_group=process_group,
         )
-        bench.buffers.add_buffers(model)
-        self.sync = arguments.choose_sync(sync, shield, device, needs_host=drops_gradients)
-        self._late = Late(bench) if self.sync == "late" else None
-        self._mode = self._late or Eager(bench, drops_gradients=drops_gradients)
-        self._per_epoch = schedulers if schedule_per == "epoch" else ()
+        self.sync = choose_sync(sync, self._bench)
+        self._late = Late(self._bench) if self.sync == "late" else None
+        self._mode = self._late or Eager(self._bench)
         self._accumulate = accumulate
         self._captured: Window | None = None
         self._num_steps = self._num_epochs = 0
         self._batch = 0
         self._ends_epoch = False
-        self._introduce(precision, policy.drop_bad_gradients and not drops_gradients)
+        introduce(self._bench, asked_precision=precision, sync=self.sync)
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
 
@@ -420,31 +385,4 @@ class Guard:
         if window is not None and window.rerunnable:
             self._finish(window)
         self.settle()
-        for scheduler in self._per_epoch:
-            scheduler.step()
-
-    # ---- first words ---------------------------------------------------------------------------------------------
-
-    def _introduce(self, asked_precision: str, ignores_drop: bool) -> None:
-        bench = self._bench
-        how = "no sync a step" if self._late is not None else "one sync a step"
-        log.info("guarding in %s (asked for %s) on %s, %s", self.precision, asked_precision, bench.device, how)
-        if ignores_drop:
-            log.warning(
-                "drop_bad_gradients is ignored in fp16: with loss scaling an overflow says nothing about one parameter"
-            )
-        if bench.shield.not_fused():
-            level = logging.INFO if bench.device.type == "cpu" else logging.WARNING
-            names = " and ".join(bench.shield.not_fused())
-            log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", names)
-        bench.journal.begin(
-            torch=torch.__version__,
-            python=platform.python_version(),
-            device=str(bench.device),
-            precision=self.precision,
-            sync=self.sync,
-            ranks=bench.ranks.size,
-            optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            policy=asdict(bench.policy),
-            parameters=sum(p.numel() for p in bench.model.parameters()),
-        )
+        self._bench.schedule.tick_epoch()

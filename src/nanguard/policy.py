@@ -49,7 +49,7 @@ def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
 def decide(policy: Policy, history: Sequence[Outcome], verdict: Verdict) -> Action:
     """What to do, given the outcomes of the steps that needed an answer before."""
     if verdict.kind == "healthy":
-        return Action(response="apply")
+        return Action(response="drop_gradients" if verdict.reading.dropped_gradients else "apply")
     if verdict.kind == "overflow":
         return Action(response="back_off")
     epoch = verdict.reading.epoch

@@ -24,9 +24,10 @@ class ScheduleNote:
 class Schedule:
     """The schedulers the guard steps, and the options of the parameter groups they write to. Nothing here syncs."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], per: str = "step") -> None:
         self._optimizers = optimizers
         self._schedulers = schedulers
+        self._per = per
 
     @property
     def is_ours(self) -> bool:
@@ -35,8 +36,16 @@ class Schedule:
 
     def tick(self) -> None:
         """Advances by one applied step."""
-        for scheduler in self._schedulers:
-            scheduler.step()
+        self._advance("step")
+
+    def tick_epoch(self) -> None:
+        """Advances by one epoch."""
+        self._advance("epoch")
+
+    def _advance(self, per: str) -> None:
+        if per == self._per:
+            for scheduler in self._schedulers:
+                scheduler.step()
 
     def note(self) -> ScheduleNote:
         return ScheduleNote(

@@ -134,8 +134,7 @@ class Injector:
     def loss(self, loss: Tensor) -> Tensor:
         """Return `loss` hit by the faults of this step, still connected to its graph. Does not sync.
 
-        Gradients are multiplied by what the loss was multiplied by (the value, if it was 0): a non-finite loss
-        has non-finite gradients.
+        Gradients are multiplied by what the loss was multiplied by: a non-finite loss has non-finite ones.
         A loss that requires no gradient, and any loss after exit, is returned as it is.
         """
         is_trained_on = torch.is_grad_enabled() and loss.requires_grad

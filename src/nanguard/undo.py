@@ -50,7 +50,7 @@ class _Slot:
         return now.shape == saved.shape and now.dtype is saved.dtype and now.device == saved.device
 
     def was_written_to(self) -> bool:
-        return self.current is not self.origin or self.version is None or self.version != self.origin._version
+        return self.current is not self.origin or self.version is None or self.version != _compat.version(self.origin)
 
     def note_(self) -> None:
         self.origin = self.current

@@ -1,0 +1,183 @@
+"""Checks what the guard was given, before training starts, and puts the workbench together.
+
+Each error names the value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nanguard import _compat
+from nanguard.agree import Ranks
+from nanguard.bench import Bench
+from nanguard.clipper import Clip, Clipper
+from nanguard.journal import Journal
+from nanguard.measure import Board, Roll
+from nanguard.policy import Policy
+from nanguard.precision import LossScale, Precision, Scaler
+from nanguard.salvage import Salvage
+from nanguard.schedule import Schedule, check_schedulers
+from nanguard.shield import Shield, check_optimizers
+from nanguard.undo import Undo
+
+log = logging.getLogger("nanguard")
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None,
+    schedule_per: str,
+    precision: str,
+    max_norm: float | None,
+    clip: Clip,
+    policy: Policy,
+    accumulate: int,
+    drop_bad_microbatches: bool,
+    ema: nn.Module | None,
+    loss_scale: LossScale | None,
+    run_dir: str | Path | None,
+    process_group: dist.ProcessGroup | None,
+) -> Bench:
+    """The parts of a guarded step; raises ``ValueError`` for what cannot be guarded."""
+    optimizers: tuple[Optimizer, ...] = _several(optimizer)
+    schedulers: tuple[LRScheduler, ...] = _several(scheduler)
+    _check_model(model)
+    check_optimizers(optimizers, model)
+    check_schedulers(schedulers, optimizers)
+    _check_choice("schedule_per", schedule_per, ("step", "epoch"))
+    _check_accumulation(model, accumulate, drop_bad_microbatches)
+    _check_ema(ema)
+    device = optimizers[0].param_groups[0]["params"][0].device
+    resolved = Precision.resolve(precision, device)
+    _check_precision(model, resolved)
+
+    shield = Shield(optimizers)
+    clipper = Clipper(clip, max_norm, device)
+    ranks = Ranks(model, device, process_group)
+    buffers = Undo(device)
+    buffers.add_buffers(model)
+    return Bench(
+        model=model,
+        device=device,
+        precision=resolved,
+        policy=policy,
+        shield=shield,
+        schedule=Schedule(optimizers, schedulers, schedule_per),
+        clipper=clipper,
+        scaler=Scaler(loss_scale or LossScale(), device) if resolved.name == "fp16" else None,
+        salvage=Salvage(model, device) if drop_bad_microbatches else None,
+        roll=Roll(model, shield, together=clipper.together),
+        ranks=ranks,
+        board=Board(device, ranks),
+        buffers=buffers,
+        ema=ema,
+        journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
+        names={id(p): _clean_name(name) for name, p in model.named_parameters()},
+    )
+
+
+def choose_sync(sync: str, bench: Bench) -> str:
+    """``"late"`` or ``"eager"``; the first only where the device can do without the host."""
+    _check_choice("sync", sync, ("auto", "eager", "late"))
+    late_is_possible = bench.shield.skips_on_device and not bench.drops_gradients
+    if sync == "auto":
+        return "late" if late_is_possible and bench.device.type == "cuda" else "eager"
+    if sync == "late" and not late_is_possible:
+        names = " and ".join(type(optimizer).__name__ for optimizer in bench.shield.optimizers)
+        why = f"{names} cannot skip a step on the device; pass fused=True to Adam, AdamW, SGD or Adagrad"
+        if bench.drops_gradients:
+            why = "Policy(drop_bad_gradients=True) needs the host to decide"
+        raise ValueError(f"sync='late' is not possible: {why}. Or use sync='eager', at one sync a step")
+    return sync
+
+
+def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
+    """Says once how the run is guarded, and what would make it better."""
+    how = "no sync a step" if sync == "late" else "one sync a step"
+    name = bench.precision.name
+    log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, bench.device, how)
+    if bench.policy.drop_bad_gradients and not bench.drops_gradients:
+        log.warning("drop_bad_gradients is ignored in fp16: a scaled overflow says nothing about one parameter")
+    slow = bench.shield.not_fused()
+    if slow:
+        level = logging.INFO if bench.device.type == "cpu" else logging.WARNING
+        log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", " and ".join(slow))
+    bench.journal.begin(
+        torch=torch.__version__,
+        python=platform.python_version(),
+        device=str(bench.device),
+        precision=name,
+        sync=sync,
+        ranks=bench.ranks.size,
+        optimizers=[type(optimizer).__name__ for optimizer in bench.shield.optimizers],
+        policy=asdict(bench.policy),
+        parameters=sum(p.numel() for p in bench.model.parameters()),
+    )
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """One, _several or none, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _clean_name(name: str) -> str:
+    """A parameter's name as the user wrote it, without what DDP and ``torch.compile`` put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}; put _several into a ModuleDict")
+    if _compat.is_sharded(model):
+        raise ValueError(
+            "the model's parameters are sharded over ranks (FSDP or DTensor), and their norms are not complete on any "
+            "one of them: not supported yet. DistributedDataParallel is"
+        )
+
+
+def _check_precision(model: nn.Module, precision: Precision) -> None:
+    halves = [name for name, p in model.named_parameters() if p.dtype is torch.float16 and p.requires_grad]
+    if precision.name == "fp16" and halves:
+        raise ValueError(
+            f"precision='fp16' scales the loss, and gradients of fp16 parameters ({_clean_name(halves[0])} and "
+            f"{len(halves) - 1} more) cannot be unscaled without losing them: keep the parameters in fp32, "
+            "model.float(), and let autocast run them in fp16"
+        )
+
+
+def _check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+
+
+def _check_accumulation(model: nn.Module, accumulate: Any, drop_bad_microbatches: bool) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number, 1 or more, got {accumulate!r}")
+    if drop_bad_microbatches and isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "drop_bad_microbatches does not work under DistributedDataParallel: it averages gradients between ranks "
+            "inside backward, before a bad micro-batch can be left out"
+        )
+
+
+def _check_ema(ema: Any) -> None:
+    if ema is not None and not (isinstance(ema, nn.Module) and hasattr(ema, "update_parameters")):
+        raise ValueError(
+            f"ema must be a torch.optim.swa_utils.AveragedModel or a module with update_parameters(model), got {ema!r}"
+        )

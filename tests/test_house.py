@@ -1,0 +1,102 @@
+"""The house keeps its shape: public names, and imports that point one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanguard
+
+SOURCE = Path(nanguard.__file__).parent
+
+LAYERS = [
+    {"errors", "records", "_compat"},
+    {"numerics.norm", "rng", "mailbox", "epoch", "policy", "runlog", "report.panel", "testing"},
+    {"numerics.finite", "numerics.clip", "journal", "schedule", "shield"},
+    {"agree", "undo", "precision"},
+    {"measure", "salvage"},
+    {"clipper", "window"},
+    {"bench"},
+    {"eager", "late", "assembly"},
+    {"guard"},
+    {"demo", "cli", "__main__"},
+]
+
+
+def modules() -> dict[str, Path]:
+    files = {p.relative_to(SOURCE).with_suffix("").as_posix().replace("/", "."): p for p in SOURCE.rglob("*.py")}
+    return {name: path for name, path in files.items() if not name.endswith("__init__")}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of nanguard that a file imports when it runs; for type checkers only does not count."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanguard":
+            base = node.module.removeprefix("nanguard").lstrip(".")
+            for alias in node.names:
+                deeper = f"{base}.{alias.name}".lstrip(".")
+                found.add(deeper if deeper in modules() else base)
+    return found - {""}
+
+
+def test_imports_point_one_way() -> None:
+    floor = {name: level for level, names in enumerate(LAYERS) for name in names}
+    assert set(modules()) == set(floor), "every module has its floor"
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in imports(path)
+        if floor[other] >= floor[name]
+    ]
+    assert wrong == []
+
+
+def test_private_names_of_torch_live_in_one_file() -> None:
+    offenders = [
+        f"{name}: {ast.unparse(node)}"
+        for name, path in modules().items()
+        if name != "_compat"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node).startswith(("torch._", "dist._"))
+        and "__" not in ast.unparse(node)
+    ]
+    assert offenders == []
+
+
+def test_the_public_names_are_these() -> None:
+    assert nanguard.__all__ == [
+        "AGC",
+        "Guard",
+        "LossScale",
+        "NanguardError",
+        "NonFiniteError",
+        "Policy",
+        "ProtocolError",
+        "ZScore",
+        "__version__",
+    ]
+    assert all(hasattr(nanguard, name) for name in nanguard.__all__)
+
+
+def test_importing_the_library_needs_torch_alone() -> None:
+    code = (
+        "import sys; sys.modules.update(rich=None, typer=None, numpy=None); import nanguard, nanguard.testing; "
+        "print(nanguard.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == nanguard.__version__, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(modules().values()), ids=lambda p: p.stem)
+def test_a_file_is_short_enough_to_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
