@@ -49,8 +49,8 @@ class Schedule:
 
     def note(self) -> ScheduleNote:
         return ScheduleNote(
-            [{k: _copied(v) for k, v in group.items() if k != "params"} for group in self._param_groups()],
-            [{k: _copied(v) for k, v in s.state_dict().items()} for s in self._schedulers],
+            [_copied_options(group) for group in self._param_groups()],
+            [_copied_options(scheduler.state_dict()) for scheduler in self._schedulers],
         )
 
     def restore(self, note: ScheduleNote) -> None:
@@ -61,7 +61,7 @@ class Schedule:
                 else:
                     group[key] = _copied(value)
         for scheduler, state in zip(self._schedulers, note.schedulers, strict=True):
-            scheduler.load_state_dict({k: _copied(v) for k, v in state.items()})
+            scheduler.load_state_dict(_copied_options(state))
 
     def _param_groups(self) -> list[Options]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -83,6 +83,16 @@ def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Opt
                 f"{name} was made for another {type(scheduler.optimizer).__name__} than the one to guard: it would "
                 "move learning rates that nothing uses. Make the scheduler from the optimizer you pass"
             )
+
+
+def _copied_options(options: Options) -> Options:
+    """A copy that later steps do not reach into; parameters are not options."""
+    copied = {**options}
+    copied.pop("params", None)
+    for key, value in copied.items():
+        if isinstance(value, (torch.Tensor, list, dict)):
+            copied[key] = _copied(value)
+    return copied
 
 
 def _copied(value: Any) -> Any:
