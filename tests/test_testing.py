@@ -423,11 +423,12 @@ def test_a_fault_fires_at_its_steps_only(into: str) -> None:
     assert [fired.step for fired in injector.fired] == [1, 3]
 
 
+@pytest.mark.parametrize("clock", [None, lambda: 0], ids=["passes", "clock"])
 @pytest.mark.parametrize("into", PLACES)
-def test_evaluation_is_neither_counted_nor_hit(into: str) -> None:
+def test_evaluation_is_neither_counted_nor_hit(into: str, clock: Any) -> None:
     model, optimizer, batch = make()
     fault = Fault(into=into, name=PLACES[into], steps=(0, 1))
-    with inject(model, fault, optimizer=optimizer) as injector:
+    with inject(model, fault, optimizer=optimizer, clock=clock) as injector:
         with torch.no_grad():
             assert injector.loss(model(batch)).isfinite().all()
         model.eval()

@@ -56,13 +56,13 @@ class Clipper:
         elif isinstance(self._how, ZScore):
             limits = self._window_of(len(groups), self._how).limits(self._max_norm)
             self._clipped = torch.minimum(norms, limits)
-            self._scale_(groups, coefficient(norms, limits))
+            self._clip_groups_(groups, norms, limits)
         elif self._max_norm is not None and self._how == "global":
             if groups[0].grads:
                 factor = like_torch(coefficient(norms[0], self._limit), self._max_norm, groups[0].grads)
                 scale_(groups[0].grads, factor, alike=groups[0].alike)
         elif self._max_norm is not None:
-            self._scale_(groups, coefficient(norms, self._limit))
+            self._clip_groups_(groups, norms, self._limit)
 
     def remember_(self, skip: Tensor | None = None) -> None:
         """Lets a learned limit see this step's norms, unless ``skip`` is 1."""
@@ -79,9 +79,9 @@ class Clipper:
         elif isinstance(self._how, ZScore):
             self._window_of(len(state["count"]), self._how).load_state_dict(state)
 
-    def _scale_(self, groups: Sequence[Group], factors: Tensor) -> None:
-        factors = factors.float() if all(group.alike for group in groups) else factors  # all of them at once
-        for group, factor in zip(groups, factors.unbind(), strict=True):
+    def _clip_groups_(self, groups: Sequence[Group], norms: Tensor, limits: Tensor) -> None:
+        dtype = torch.float32 if all(group.alike for group in groups) else torch.float64
+        for group, factor in zip(groups, coefficient(norms, limits, dtype).unbind(), strict=True):
             if group.grads:
                 scale_(group.grads, factor, alike=group.alike)
 

@@ -1,0 +1,64 @@
+"""One rank of ``test_ranks.py``: runs the cases it is given and writes what became of each, as JSON.
+
+Every case gets a process group of its own, met through a file, so that no port has to be free and a case that breaks
+its group does not break the next one. A rank that fails leaves at once: the others then lose their connection and say
+so, instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import scenarios
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_LIMIT = datetime.timedelta(seconds=60)
+CASE_LIMIT = 150
+"""Seconds after which a rank that hangs outside any collective prints where it is, and ends."""
+
+
+def main(folder: Path) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    (folder / f"pid.rank{rank}").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    for number, (scenario, options) in enumerate(json.loads((folder / "cases.json").read_text())):
+        faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
+        store = f"file://{folder}/{number}.store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
+        try:
+            answer = {"result": getattr(scenarios, scenario)(**options)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        write(folder / f"{number}.rank{rank}.json", answer)
+        if "result" in answer:
+            # Leaving closes the connections, and another rank may still be reading from them.
+            await_files([folder / f"{number}.rank{other}.json" for other in range(world)])
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def write(path: Path, answer: dict[str, Any]) -> None:
+    """In one piece: who sees the file may read it."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(answer))
+    unfinished.rename(path)
+
+
+def await_files(paths: list[Path]) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

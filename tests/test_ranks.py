@@ -1,0 +1,468 @@
+"""Between ranks, with real processes: whatever happens to one of them, all do the same, and know whose it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+WORKER = Path(__file__).parent / "ranks" / "worker.py"
+LAUNCH_LIMIT = 600
+"""Seconds after which all ranks are ended and what they printed is shown. They give up by themselves long before."""
+
+LATE_OR_EAGER = ("eager", "late")
+STYLES = ("step", "own loop")
+
+Result = dict[str, Any]
+Ranks = Callable[["Case"], list[Result]]
+
+
+# ---- launching -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario with its options. All cases of one world size share a launch, since starting takes seconds."""
+
+    world: int
+    place: int
+    scenario: str
+    options: dict[str, Any] = field(hash=False)
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.world} ranks", *(f"{k} {v}" for k, v in self.options.items())])
+
+
+CASES: dict[int, list[Case]] = {}
+
+
+def case(scenario: str, *, world: int = 2, **options: Any) -> Case:
+    cases = CASES.setdefault(world, [])
+    cases.append(Case(world, len(cases), scenario, options))
+    return cases[-1]
+
+
+def cases(*made: Case) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("one", made, ids=str)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What each rank has to say of a case. Fails, with the words of all ranks, where one has nothing to say."""
+    launched: dict[int, tuple[Path, str]] = {}
+
+    def look_up(one: Case) -> list[Result]:
+        if one.world not in launched:
+            folder = tmp_path_factory.mktemp(f"world{one.world}")
+            launched[one.world] = folder, launch(one.world, folder)
+        folder, output = launched[one.world]
+        paths = [folder / f"{one.place}.rank{rank}.json" for rank in range(one.world)]
+        answers = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+        if not all("result" in answer for answer in answers):
+            words = [answer.get("error", "finished" if answer else "never finished") for answer in answers]
+            said = "\n".join(f"---- rank {rank}:\n{text}" for rank, text in enumerate(words))
+            pytest.fail(f"{one.scenario} ({one}):\n{said}\n---- output of the launch:\n{output}", pytrace=False)
+        return [answer["result"] for answer in answers]
+
+    return look_up
+
+
+def launch(world: int, folder: Path) -> str:
+    """Runs all cases of one world size; returns what was printed, also where it had to be stopped."""
+    todo = [
+        (one.scenario, {k: str(folder) if v == FOLDER else v for k, v in one.options.items()}) for one in CASES[world]
+    ]
+    (folder / "cases.json").write_text(json.dumps(todo))
+    # The launcher takes a free port by itself, and only the loopback interface is used.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(world), str(WORKER), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    printed = folder / "output.txt"
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(LAUNCH_LIMIT)
+        except subprocess.TimeoutExpired:
+            output.write(f"\nstopped after {LAUNCH_LIMIT} s\n".encode())
+        finally:
+            if process.poll() is None:
+                end(process, folder)
+    return printed.read_text(errors="replace")
+
+
+def end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """The launcher first, which would start nothing new; then the ranks, each in a process group of its own."""
+    pids = [process.pid, *(int(path.read_text()) for path in folder.glob("pid.rank*"))]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    process.wait()
+
+
+FOLDER = "<folder>"
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------------
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    assert before
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+def without_statistics(state: dict[str, str]) -> dict[str, str]:
+    """BatchNorm's statistics are each rank's own until DDP sends those of rank 0 in the next forward pass."""
+    return {key: value for key, value in state.items() if ".running_" not in key}
+
+
+def flags(rank: int, *, loss: bool, gradients: bool = True) -> list[Result]:
+    return [{"rank": rank, "loss": loss, "gradients": gradients}]
+
+
+def assert_skipped_together(results: list[Result], steps: list[int], *, faulty: int) -> None:
+    """No trace of the bad steps on any rank, and the rest of the training as if they had not been."""
+    for rank, result in enumerate(results):
+        assert result["fired"] == (steps if rank == faulty else [])
+        assert [each["step"] for each in result["incidents"]] == steps
+        assert [each["response"] for each in result["incidents"]] == ["skip"] * len(steps)
+        assert changed(result["before"], result["after"]) == []
+        assert changed(result["end"], result["without those steps"]) == []
+        assert changed(result["after"], result["end"])
+        assert result["finite"]
+
+
+def assert_equal_on_ranks(results: list[Result]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for key in ("before", "after", "end"):
+            if key in first:
+                assert changed(without_statistics(first[key]), without_statistics(other[key])) == []
+        assert changed(first["met"], other["met"]) == []
+
+
+# ---- one bad rank --------------------------------------------------------------------------------------------------
+
+
+@cases(
+    *(
+        case("skips", into=into, sync=sync, style=style)
+        for into in ("loss", "input")
+        for sync in LATE_OR_EAGER
+        for style in STYLES
+    ),
+    *(case("skips", into="loss", sync=sync, style="step", optimizer="SGD") for sync in LATE_OR_EAGER),
+    case("skips", into="loss", sync="eager", style="step", optimizer="AdamW, not fused"),
+)
+def test_a_nan_loss_on_one_rank_leaves_no_trace_on_any(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_skipped_together(results, [4, 8], faulty=1)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert [each["ranks"] for each in result["incidents"]] == [flags(1, loss=True)] * 2
+
+
+@cases(
+    *(case("skips", into="gradient", sync=sync, style=style) for sync in LATE_OR_EAGER for style in STYLES),
+    *(
+        case("skips", into="gradient", sync=sync, style="step", ddp={"gradient_as_bucket_view": True})
+        for sync in LATE_OR_EAGER
+    ),
+)
+def test_a_nan_gradient_on_one_rank_leaves_no_trace_on_any_and_names_it(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_skipped_together(results, [4, 8], faulty=1)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert [each["ranks"] for each in result["incidents"]] == [flags(1, loss=False)] * 2
+        assert [each["gradients"] for each in result["incidents"]] == [["inp.weight"]] * 2
+
+
+@cases(
+    *(
+        case("skips", into="gradient", sync=sync, style=style, ddp=ddp, names=["inp.weight", "out.bias"])
+        for ddp in ({"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
+        for sync, style in (("eager", "own loop"), ("late", "step"))
+    )
+)
+def test_a_nan_gradient_in_any_of_several_buckets_names_its_rank(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_skipped_together(results, [4, 8], faulty=1)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert result["buckets"] > 1
+        assert [each["ranks"] for each in result["incidents"]] == [flags(1, loss=False)] * 2
+        assert [each["gradients"] for each in result["incidents"]] == [["inp.weight"], ["out.bias"]]
+
+
+@cases(
+    *(
+        case("skips", into=into, sync=sync, style="step", hook=hook)
+        for into, hook in (("gradient", "allreduce"), ("loss", "fp16"))
+        for sync in LATE_OR_EAGER
+    )
+)
+def test_a_communication_hook_of_the_program_stays_and_ranks_still_agree(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_skipped_together(results, [4, 8], faulty=1)
+    assert_equal_on_ranks(results)
+    for result in results:
+        losses = [each["rank"] for each in result["incidents"][0]["ranks"] if each["loss"]]
+        assert losses == ([1] if one.options["into"] == "loss" else [])
+
+
+@cases(
+    *(
+        case("unwrapped", into=into, sync=sync, style=style)
+        for into in ("loss", "gradient")
+        for sync in LATE_OR_EAGER
+        for style in STYLES
+    )
+)
+def test_without_ddp_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_skipped_together(results, [4, 8], faulty=0)
+    assert changed(results[0]["end"], results[1]["end"])  # each has trained on data of its own
+    for result in results:
+        assert [each["ranks"] for each in result["incidents"]] == [flags(0, loss=one.options["into"] == "loss")] * 2
+
+
+@cases(*(case("bad_buffer", sync=sync, style=style) for sync in LATE_OR_EAGER for style in STYLES))
+def test_a_nan_in_a_buffer_of_one_rank_skips_the_step_on_all_and_names_it(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert result["finite"]
+        assert [each["step"] for each in result["incidents"]] == [3]
+        assert [each["rank"] for each in result["incidents"][0]["ranks"]] == [1]
+
+
+def test_a_gradient_dropped_for_one_rank_is_dropped_on_all(
+    ranks: Ranks,
+    one: Case = case("dropped_gradient"),  # noqa: B008
+) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert result["finite"]
+        assert [each["step"] for each in result["incidents"]] == [3]
+        assert result["dropped"] == [["inp.weight"]]
+        assert "model.module.inp.weight" not in result["changed"]
+        assert "model.module.inp.bias" in result["changed"]
+
+
+@cases(case("bad_buffer", sync="eager", style="step", overflow=True, drop_bad_gradients=True))
+def test_a_bad_buffer_on_one_rank_keeps_all_from_dropping_gradients(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert result["finite"]
+        assert [(each["step"], each["response"]) for each in result["incidents"]] == [(3, "skip")]
+
+
+@cases(*(case("overflows", sync=sync, style=style) for sync in LATE_OR_EAGER for style in STYLES))
+def test_an_fp16_overflow_on_one_rank_backs_off_on_all(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    assert results[0]["scale"] == results[1]["scale"]
+    for result in results:
+        assert result["finite"]
+        assert result["incidents"] == []
+        assert result["counts"]["backed_off"] == 1
+
+
+@cases(*(case("bad_buffer", sync=sync, style="step", precision="fp16", overflow=True) for sync in LATE_OR_EAGER))
+def test_ranks_never_judge_one_step_differently(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    assert results[0]["kinds"] == results[1]["kinds"]
+    assert results[0]["counts"] == results[1]["counts"]
+
+
+# ---- halting -------------------------------------------------------------------------------------------------------
+
+HALTS = [
+    {sync: case("halts", into=into, sync=sync, style=style) for sync in LATE_OR_EAGER}
+    for into in ("loss", "gradient")
+    for style in STYLES
+]
+
+
+@pytest.mark.parametrize("pair", HALTS, ids=lambda pair: str(pair["eager"]))
+def test_when_patience_ends_all_ranks_halt_at_the_same_step_with_the_same_weights(
+    ranks: Ranks, pair: dict[str, Case]
+) -> None:
+    ended = {}
+    for sync, one in pair.items():
+        results = ranks(one)
+        ended[sync] = results[0]["state"]
+        assert changed(without_statistics(results[0]["state"]), without_statistics(results[1]["state"])) == []
+        assert results[0]["raised"]["at"] == results[1]["raised"]["at"]
+        for result in results:
+            assert result["finite"]
+            assert result["raised"]["step"] == 5
+            assert "rank 1" in result["raised"]["message"]
+            assert [(each["step"], each["response"]) for each in result["incidents"]] == [(2, "skip"), (5, "halt")]
+    if one.options["style"] == "step":
+        assert changed(ended["eager"], ended["late"]) == []
+
+
+# ---- late is eager -------------------------------------------------------------------------------------------------
+
+SEVERAL = [
+    (
+        case("several", sync="eager", style=style, optimizer=optimizer),
+        case("several", sync="late", style=style, optimizer=optimizer, settle_each=style == "own loop"),
+    )
+    for optimizer in ("AdamW", "SGD")
+    for style in STYLES
+]
+
+
+@pytest.mark.parametrize(("eager", "late"), SEVERAL, ids=str)
+def test_late_is_bit_identical_to_eager_with_faults_on_several_ranks(ranks: Ranks, eager: Case, late: Case) -> None:
+    for asked, told in zip(ranks(eager), ranks(late), strict=True):
+        assert [each["step"] for each in asked["incidents"]] == [0, 3, 4, 9, 11, 15]
+        assert changed(asked["end"], told["end"]) == []
+        assert asked["losses"] == told["losses"]
+        assert asked["incidents"] == told["incidents"]
+        assert asked["counts"] == told["counts"]
+        assert asked["rerun"] == 0
+        assert (told["rerun"] > 0) == (late.options["style"] == "step")
+    assert changed(*(without_statistics(result["end"]) for result in ranks(late))) == []
+
+
+@cases(case("several", sync="late", style="own loop", optimizer="AdamW"))
+def test_late_in_an_own_loop_loses_the_same_steps_on_all_ranks(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert changed(*(without_statistics(result["end"]) for result in results)) == []
+    assert results[0]["counts"] == results[1]["counts"]
+    assert results[0]["counts"]["lost"] > 0
+
+
+# ---- healthy -------------------------------------------------------------------------------------------------------
+
+
+@cases(
+    *(
+        case("healthy", world=world, precision=precision, style=style)
+        for world in (2, 3)
+        for precision in ("fp32", "bf16")
+        for style in STYLES
+    ),
+    case("healthy", world=3, precision="fp32", optimizer="SGD"),
+    case("healthy", world=3, precision="fp32", ddp={"gradient_as_bucket_view": True}),
+    case("healthy", world=3, precision="bf16", ddp={"bucket_cap_mb": 1e-4}),
+    case("healthy", world=3, precision="fp32", ddp={"static_graph": True}),
+    case("healthy", world=3, precision="fp32", model="Branching", ddp={"find_unused_parameters": True}),
+    case("healthy", world=2, precision="fp32", hook="fp16"),
+)
+def test_a_healthy_guarded_run_is_bit_identical_to_plain_ddp(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    for result in results:
+        assert result["clipped"] > 0
+        assert changed(result["ends"]["plain"], result["ends"]["eager"]) == []
+        assert changed(result["ends"]["plain"], result["ends"]["late"]) == []
+        assert without_statistics(result["ends"]["plain"]) == without_statistics(results[0]["ends"]["plain"])
+        if "bucket_cap_mb" in one.options.get("ddp", {}):
+            assert result["buckets"] > 1
+
+
+@cases(*(case("sparse", world=world) for world in (2, 3)))
+def test_sparse_gradients_are_averaged_as_plain_ddp_does_and_watched(ranks: Ranks, one: Case) -> None:
+    for result in ranks(one):
+        assert changed(result["plain"], result["end"]) == []
+        assert result["finite"]
+        assert [(each["step"], each["ranks"]) for each in result["incidents"]] == [(3, flags(1, loss=False))]
+        assert changed(result["hit"], ranks(one)[0]["hit"]) == []
+
+
+@cases(*(case("own_group", sync=sync) for sync in LATE_OR_EAGER))
+def test_gradients_are_averaged_over_the_group_ddp_was_given(ranks: Ranks, one: Case) -> None:
+    for result in ranks(one):
+        assert changed(result["plain"], result["end"]) == []
+
+
+@cases(*(case("spare_gradient", sync=sync) for sync in LATE_OR_EAGER))
+def test_a_nan_gradient_that_no_optimizer_uses_does_not_stop_later_steps(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    for rank, result in enumerate(results):
+        assert result["finite"]
+        assert result["fired"] >= (rank == 1)
+        assert {each["step"] for each in result["incidents"]} <= {3}
+
+
+@cases(*(case("backward_elsewhere", sync=sync) for sync in LATE_OR_EAGER))
+def test_a_backward_pass_outside_the_guard_does_not_taint_the_next_step(ranks: Ranks, one: Case) -> None:
+    for result in ranks(one):
+        assert result["incidents"] == []
+        assert result["counts"]["applied"] == 6
+
+
+# ---- accumulation --------------------------------------------------------------------------------------------------
+
+
+@cases(
+    *(
+        case("accumulation", sync=sync, style=style)
+        for sync in LATE_OR_EAGER
+        for style in ("step", "own loop", "microbatches")
+    ),
+    *(case("accumulation", sync=sync, style="step", loader="without a length") for sync in LATE_OR_EAGER),
+    case("accumulation", world=3, sync="late", style="step"),
+)
+def test_accumulation_is_bit_identical_to_plain_ddp_with_no_sync_down_to_the_smaller_last_step(
+    ranks: Ranks, one: Case
+) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    for result in results:
+        assert result["counts"]["applied"] == 8
+        assert changed(result["plain"], result["end"]) == []
+
+
+@cases(*(case("bad_microbatch", sync=sync) for sync in LATE_OR_EAGER))
+def test_a_nan_in_a_micro_batch_that_is_not_reduced_yet_skips_its_step_on_all_ranks(ranks: Ranks, one: Case) -> None:
+    results = ranks(one)
+    assert_equal_on_ranks(results)
+    assert [result["fired"] for result in results] == [0, 1]
+    for result in results:
+        assert result["finite"]
+        assert result["counts"]["applied"] == 5
+        assert [(each["step"], each["ranks"]) for each in result["incidents"]] == [(2, flags(1, loss=False))]
+
+
+# ---- the run log ---------------------------------------------------------------------------------------------------
+
+
+@cases(*(case("run_log", sync=sync, folder=FOLDER) for sync in LATE_OR_EAGER))
+def test_only_rank_0_writes_the_run_log_and_warns_and_it_names_the_bad_rank(ranks: Ranks, one: Case) -> None:
+    first, second = ranks(one)
+    assert not second["exists"]
+    assert second["warnings"] == []
+    assert [line["event"] for line in first["lines"]] == ["run", "incident", "end"]
+    run, incident, _ = first["lines"]
+    assert run["ranks"] == 2
+    assert incident["verdict"]["reading"]["step"] == 3
+    assert incident["verdict"]["reading"]["ranks"] == flags(1, loss=False)
+    assert len(first["warnings"]) == 1
+    assert "rank 1" in first["warnings"][0]
+    assert first["incidents"] == second["incidents"]
