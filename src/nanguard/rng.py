@@ -59,7 +59,7 @@ class Dice:
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
 

@@ -63,7 +63,7 @@ def require_max_norm(max_norm: float | None) -> None:
 
 def coefficient(norms: Tensor, limits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """What to multiply gradients of these norms by so that they keep these limits; at most 1. Does not sync."""
-    return torch.clamp(torch.div(limits, norms), max=1.0, out=torch.empty_like(norms, dtype=dtype))
+    return torch.div(limits, norms, out=torch.empty_like(norms, dtype=dtype)).clamp_(max=1.0)
 
 
 def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor]) -> Tensor:
