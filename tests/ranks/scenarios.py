@@ -1,4 +1,4 @@
-"""What a rank does in each case of ``test_ranks.py``. Every function returns plain data, the same kind on every rank."""
+"""What a rank does in each case of ``test_ranks.py``. Every function returns plain data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def told(guard: nanguard.Guard) -> list[Result]:
             "response": incident.outcome.action.response,
             "lost": incident.outcome.lost,
             "gradients": list(incident.reading.gradients),
+            "buffers": list(incident.reading.buffers),
             "ranks": [
                 {"rank": flags.rank, "loss": flags.loss, "gradients": flags.gradients}
                 for flags in incident.reading.ranks
@@ -258,14 +260,15 @@ def halts(*, into: str, sync: str, style: str) -> Result:
     ours = Setup()
     guard = ours.guard(sync=sync, policy=nanguard.Policy(patience=1))
     raised: Result | None = None
-    place = -1
+    reached = 0
     with inject(guard, fault(into, 2, 5, rank=1)) as injector:
         try:
-            for place, batch in enumerate(batches(12)):
+            for batch in batches(12):
                 train_one(guard, batch, style, lambda model, batch: injector.loss(loss_fn(model, batch)))
+                reached += 1
             guard.settle()
         except nanguard.NonFiniteError as error:
-            raised = {"step": error.incident.reading.step, "at": place, "message": str(error)}
+            raised = {"step": error.incident.reading.step, "at": reached, "message": str(error)}
     dist.barrier()
     return {"raised": raised, "state": ours.state(), "finite": ours.is_finite(), "incidents": told(guard)}
 
@@ -293,7 +296,7 @@ def several(*, sync: str, style: str, optimizer: str, settle_each: bool = False)
     return {
         "end": ours.state(),
         "losses": [str(loss.item()) for loss in losses],
-        "incidents": [{k: v for k, v in each.items() if k != "lost"} for each in told(guard)],
+        "incidents": [{key: value for key, value in each.items() if key != "lost"} for each in told(guard)],
         "counts": counts,
         "rerun": rerun,
     }
@@ -385,7 +388,7 @@ def bad_microbatch(*, sync: str) -> Result:
     }
 
 
-def run_log(*, sync: str, folder: str) -> Result:
+def run_log(*, sync: str) -> Result:
     """Every rank is given a folder of its own, to see who writes; and who warns."""
     warnings: list[str] = []
 
@@ -395,16 +398,18 @@ def run_log(*, sync: str, folder: str) -> Result:
 
     handler, log = Keep(logging.WARNING), logging.getLogger("nanguard")
     log.addHandler(handler)
-    run_dir = Path(folder) / f"run-{sync}-rank{dist.get_rank()}"
     ours = Setup()
-    with ours.guard(sync=sync, run_dir=run_dir) as guard, inject(guard, fault("gradient", 3, rank=1)):
-        for batch in batches(6):
-            guard.step(loss_fn, batch)
-        guard.settle()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        with ours.guard(sync=sync, run_dir=run_dir) as guard, inject(guard, fault("gradient", 3, rank=1)):
+            for batch in batches(6):
+                guard.step(loss_fn, batch)
+            guard.settle()
+        path = run_dir / "run.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
+        exists = run_dir.exists()
     log.removeHandler(handler)
-    path = run_dir / "run.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
-    return {"exists": run_dir.exists(), "lines": lines, "warnings": warnings, "incidents": told(guard)}
+    return {"exists": exists, "lines": lines, "warnings": warnings, "incidents": told(guard)}
 
 
 def unwrapped(*, into: str, sync: str, style: str) -> Result:
@@ -480,6 +485,17 @@ def dropped_gradient() -> Result:
         "dropped": dropped,
         "changed": changed,
     }
+
+
+def nothing_left() -> Result:
+    """``drop_bad_gradients`` without DDP: on rank 0 all gradients are NaN at step 3, behind a finite loss."""
+    ours = Setup(wrapped=False)
+    guard = ours.guard(sync="eager", policy=nanguard.Policy(drop_bad_gradients=True))
+    names = [name for name, _ in ours.model.named_parameters()]
+    with inject(guard, *(fault("gradient", 3, rank=0, name=name) for name in names)):
+        for batch in batches(6):
+            guard.step(loss_fn, batch)
+    return {"finite": ours.is_finite(), "incidents": told(guard), "counts": guard.counts}
 
 
 def overflows(*, sync: str, style: str) -> Result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import json
+import logging
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ CASE_LIMIT = 150
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     (folder / f"pid.rank{rank}").write_text(str(os.getpid()))
+    logging.getLogger("nanguard").addHandler(logging.NullHandler())  # its panels would bury what a failing rank says
     torch.set_num_threads(1)
     for number, (scenario, options) in enumerate(json.loads((folder / "cases.json").read_text())):
         faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)

@@ -1,0 +1,25 @@
+"""The examples run and do what they say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def output_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_train(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of("train.py", capsys)
+    assert "applied=294, skipped=6" in out
+    assert "nan" not in out
+
+
+def test_gan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "applied=199, skipped=1" in output_of("gan.py", capsys)
