@@ -188,9 +188,12 @@ def test_precision_auto_takes_bf16_here() -> None:
     assert nanguard.Guard(model, opt).precision == ("bf16" if torch.cuda.is_bf16_supported(False) else "fp16")
 
 
-def test_an_optimizer_that_is_not_fused_costs_one_sync_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_optimizer_that_is_not_fused_costs_one_sync_and_is_told_so(
+    precision: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model, opt = build(lambda p: torch.optim.AdamW(p, lr=1e-2), device="cuda")
-    guard = nanguard.Guard(model, opt)
+    guard = nanguard.Guard(model, opt, precision=precision)
     assert guard.syncs_per_step == 1
     assert "fused=True" in caplog.text
     first, second = make_batches(2, device="cuda")

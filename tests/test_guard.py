@@ -81,6 +81,36 @@ class TestOrderOfCalls:
         guard.update()
         assert differences(before, everything(model, [opt])) == []
 
+    def test_settling_in_the_middle_of_a_step_with_others_in_flight(self) -> None:
+        _, _, guard = make_guard(accumulate=2, sync="late")
+        batches = make_batches(5)
+        for batch in batches[:3]:
+            guard.step(loss_fn, batch)
+        with pytest.raises(ProtocolError, match=r"guard\.settle\(\) .* guard\.step\(\) has 1 of 2 micro-batches"):
+            guard.state_dict()
+        guard.step(loss_fn, batches[3])
+        guard.settle()
+        assert guard.counts["applied"] == 2
+
+    @pytest.mark.parametrize("sync", SYNCS)
+    def test_an_epoch_left_in_the_middle_of_a_step_leaves_no_gradients(self, sync: Any) -> None:
+        model, _, guard = make_guard(accumulate=2, sync=sync)
+        for batch in guard.epoch(make_batches(5)):
+            guard.step(loss_fn, batch)
+            if guard.current_step == 1 and any(p.grad is not None for p in model.parameters()):
+                break
+        for batch in guard.epoch(make_batches(2)):
+            guard.step(loss_fn, batch)
+        assert guard.counts["applied"] == 2
+
+    def test_validation_the_other_way_round_takes_no_step_number(self) -> None:
+        model, _, guard = make_guard()
+        batch = make_batches(1)[0]
+        with guard.autocast(), torch.no_grad():
+            loss_fn(model, batch)
+        guard.step(loss_fn, batch)
+        assert guard.last_outcome.verdict.reading.step == 0
+
 
 class TestLoss:
     def test_aux_comes_back_beside_the_loss(self) -> None:
@@ -201,7 +231,7 @@ class TestHalting:
         message = str(caught.value)
         for part in (
             "non-finite loss at step 5 (batch 5 of epoch 1)",
-            "loss nan; gradients of inp.weight, inp.bias, norm.weight, norm.bias and 2 more",
+            "loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more",
             "1 skipped step is allowed per epoch, and this is number 2",
             "Preserved: weights, optimizer state",
             "Next: ",
@@ -339,11 +369,10 @@ class TestWhatItSays:
             guard.step(loss_fn, batch)
         assert caplog.messages == [
             " nanguard  step 1  non-finite loss: step skipped, nothing changed (1 of 3 this epoch)\n"
-            "   found     loss nan; gradients of inp.weight, inp.bias, norm.weight, norm.bias and 2 more; "
+            "   found     loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more; "
             "buffers norm.running_mean and norm.running_var\n"
             "   batch     batch 1 of epoch 1\n"
-            "   kept      weights, optimizer state, step counters, buffers, averages and learning rates: "
-            "as before this step"
+            "   kept      weights, optimizer state, buffers and schedule, exactly as before this step"
         ]
 
     def test_the_run_log_is_json_with_a_header_incidents_and_an_end(self, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ LAYERS = [
     {"bench"},
     {"eager", "late", "assembly"},
     {"guard"},
-    {"demo", "cli", "__main__"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
 ]
 
 
@@ -86,11 +88,23 @@ def test_the_public_names_are_these() -> None:
         "__version__",
     ]
     assert all(hasattr(nanguard, name) for name in nanguard.__all__)
+    assert dir(nanguard) == nanguard.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Gaurd'"):
+        _ = nanguard.Gaurd
+    assert dir(nanguard) == nanguard.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Gaurd'"):
+        _ = nanguard.Gaurd
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    code = "import sys, nanguard; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_importing_the_library_needs_torch_alone() -> None:
     code = (
-        "import sys; sys.modules.update(rich=None, typer=None, numpy=None); import nanguard, nanguard.testing; "
+        "import sys; sys.modules.update(rich=None, typer=None, numpy=None); import nanguard.guard, nanguard.testing; "
         "print(nanguard.__version__)"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
 from nanguard.agree import Ranks
-from nanguard.bench import Bench
+from nanguard.bench import Bench, names_of
 from nanguard.clipper import Clip, Clipper
 from nanguard.journal import Journal
 from nanguard.measure import Board, Roll
@@ -62,6 +62,8 @@ def assemble(
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
     device = optimizers[0].param_groups[0]["params"][0].device
+    if device.type == "mps":
+        raise ValueError("the model is on MPS, which has no float64 to sum norms in: use a CPU or a CUDA GPU")
     resolved = Precision.resolve(precision, device)
     _check_precision(model, resolved)
 
@@ -86,7 +88,7 @@ def assemble(
         buffers=buffers,
         ema=ema,
         journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
-        names={id(p): _clean_name(name) for name, p in model.named_parameters()},
+        names=names_of(model),
     )
 
 
@@ -136,11 +138,6 @@ def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _clean_name(name: str) -> str:
-    """A parameter's name as the user wrote it, without what DDP and ``torch.compile`` put into it."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-
-
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}; put _several into a ModuleDict")
@@ -152,10 +149,11 @@ def _check_model(model: Any) -> None:
 
 
 def _check_precision(model: nn.Module, precision: Precision) -> None:
-    halves = [name for name, p in model.named_parameters() if p.dtype is torch.float16 and p.requires_grad]
+    names = names_of(model)
+    halves = [names[id(p)] for p in model.parameters() if p.dtype is torch.float16 and p.requires_grad]
     if precision.name == "fp16" and halves:
         raise ValueError(
-            f"precision='fp16' scales the loss, and gradients of fp16 parameters ({_clean_name(halves[0])} and "
+            f"precision='fp16' scales the loss, and gradients of fp16 parameters ({halves[0]} and "
             f"{len(halves) - 1} more) cannot be unscaled without losing them: keep the parameters in fp32, "
             "model.float(), and let autocast run them in fp16"
         )

@@ -137,6 +137,13 @@ class Bench:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
+    def look_again(self) -> None:
+        """Takes in buffers and parameters that the model has got since. Syncs for new buffers."""
+        self.buffers.add_buffers(self.model)
+        if self.salvage is not None:
+            self.salvage.buffers.add_buffers(self.model)
+        self.names = names_of(self.model)
+
     def clear(self) -> None:
         """Leaves nothing of a step that was not finished."""
         self.buffers.undo_()
@@ -144,7 +151,18 @@ class Bench:
         self.window = None
 
     def name(self, param: nn.Parameter) -> str:
-        return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, added later>")
+        if id(param) not in self.names:
+            self.names = names_of(self.model)
+        return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Every parameter's name as the user wrote it, without what DDP and ``torch.compile`` put into it."""
+    wrappers = ("module", "_orig_mod")
+    return {
+        id(param): ".".join(part for part in name.split(".") if part not in wrappers)
+        for name, param in model.named_parameters()
+    }
 
 
 def _check_loss(loss: Any) -> None:

@@ -16,6 +16,7 @@ class Eager:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
+        self._good, self._bad = torch.zeros((), device=bench.device), torch.ones((), device=bench.device)
 
     def before(self) -> None:
         """Nothing is ever in flight."""
@@ -45,7 +46,7 @@ class Eager:
         else:
             bench.buffers.undo_()
         if bench.scaler is not None:
-            bench.scaler.update_(torch.tensor(0.0 if applied else 1.0, device=bench.device))
+            bench.scaler.update_(self._good if applied else self._bad)
         bench.shield.zero_grad()
         bench.journal.record(Outcome(verdict=verdict, action=action, applied=applied))
 

@@ -184,6 +184,7 @@ class Guard:
         window = self._open(rerunnable=False, divisor=1)
         window.layout = self._captured.layout
         self._bench.window = None
+        self._num_steps += 1
         graph.replay()
         self._late.post(window)
 
@@ -353,7 +354,6 @@ class Guard:
             divisor=divisor,
         )
         self._mode.note(window)
-        self._num_steps += 1
         self._bench.window = window
         return window
 
@@ -361,9 +361,9 @@ class Guard:
         self._bench.window = None
         if self._late is not None and self._is_capturing():
             self._late.protect(window)
-            self._captured = window
-            self._num_steps -= 1  # a capture computes nothing
+            self._captured = window  # which computes nothing yet
         else:
+            self._num_steps += 1
             self._mode.finish(window)
 
     def _is_capturing(self) -> bool:
@@ -372,9 +372,11 @@ class Guard:
     # ---- epochs --------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
+        if self._bench.window is not None:  # the last epoch was left in the middle of a step
+            self._bench.clear()
         self.settle()
         self._num_epochs += 1
-        self._bench.buffers.add_buffers(self._bench.model)
+        self._bench.look_again()
 
     def _at(self, position: int, is_last: bool) -> None:
         self._batch, self._ends_epoch = position, is_last

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nanguard.bench import Bench
+from nanguard.errors import ProtocolError
 from nanguard.mailbox import Mailbox
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.rng import Dice
@@ -47,6 +48,12 @@ class Late:
             self._hear()
 
     def settle(self) -> None:
+        window = self._bench.window
+        if window is not None and window.rerunnable and self._in_flight:
+            raise ProtocolError(
+                f"guard.settle() was called while guard.step() has {len(window.losses)} of {window.divisor} "
+                "micro-batches: steps in flight may have to run again first. Call it between steps"
+            )
         while self._in_flight:
             self._hear()
 

@@ -1,4 +1,4 @@
-"""What a person reads in the terminal when something happened. Pure text, no colour, 100 columns."""
+"""What a person reads in the terminal when something happened. Pure text, no colour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanguard.records import Incident, Reading
 
-_UNTOUCHED = "weights, optimizer state, step counters, buffers, averages and learning rates: as before this step"
+_UNTOUCHED = "weights, optimizer state, buffers and schedule, exactly as before this step"
 
 
 def panel(incident: Incident, where: str | None = None) -> str:
@@ -79,7 +79,7 @@ def _position(reading: Reading) -> str:
     return f"batch {reading.batch:,} of epoch {reading.epoch}"
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
+def _listed(names: Sequence[str], most: int = 3) -> str:
     """``a, b and c``, or the first few and how many more there are."""
     shown, more = list(names[:most]), len(names) - most
     if more > 0:

@@ -1,0 +1,5 @@
+"""``python -m nanguard``."""
+
+from nanguard.cli import app
+
+app(prog_name="nanguard")
