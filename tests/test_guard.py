@@ -69,6 +69,39 @@ class TestOrderOfCalls:
             guard.step(loss_fn, batch)
         assert guard.counts["applied"] == 2
 
+    def test_several_backwards_before_one_update_add_up(self) -> None:
+        first, second = make_batches(2)
+        model, opt, guard = make_guard(max_norm=None)
+        for batch in (first, second):
+            with guard.autocast():
+                loss = loss_fn(model, batch)
+            guard.backward(loss)
+        guard.update()
+        twin, twin_opt = build(ALL["fused AdamW"])
+        for batch in (first, second):
+            loss_fn(twin, batch).backward()
+        twin_opt.step()
+        assert differences(everything(model, [opt]), everything(twin, [twin_opt])) == []
+
+    def test_a_dropped_microbatch_of_an_own_loop_is_made_up_for(self) -> None:
+        first, second = make_batches(2)
+        ends = []
+        for batches in ([first, *poisoned([second], 0)], [first, first]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=1.0), nn.Linear(8, 3))
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            guard = nanguard.Guard(model, opt, precision="fp32", max_norm=None, drop_bad_microbatches=True)
+            for x, y in batches:
+                with guard.autocast():
+                    hidden = model[1](model[0](x))
+                with guard.autocast():
+                    loss = torch.nn.functional.cross_entropy(model[2](hidden), y)
+                guard.backward(loss)
+            guard.update()
+            ends.append({k: v for k, v in model.state_dict().items() if k != "1.num_batches_tracked"})
+        for name, value in ends[0].items():
+            torch.testing.assert_close(value, ends[1][name])
+
     def test_two_forward_blocks_before_one_backward_are_both_undone(self) -> None:
         model, opt, guard = make_guard()
         before = everything(model, [opt])

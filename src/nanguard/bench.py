@@ -61,7 +61,7 @@ class Bench:
         reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
         try:
             with reduction:
-                self.begin_microbatch()
+                self.begin_microbatch(window)
                 with self.precision.autocast():
                     result = micro.loss_fn(self.model, micro.batch)
                 loss, *aux = result if isinstance(result, tuple) else (result,)
@@ -71,14 +71,17 @@ class Bench:
             raise
         return loss.detach(), tuple(aux)
 
-    def begin_microbatch(self) -> None:
-        if self.salvage is not None:
+    def begin_microbatch(self, window: Window) -> None:
+        """Before the forward pass, or each part of it."""
+        if self.salvage is not None and not window.in_microbatch:
             self.salvage.buffers.note_()
+        window.in_microbatch = True
 
     def backward(self, window: Window, loss: Tensor) -> None:
         """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped."""
         _check_loss(loss)
         window.losses.append(loss.detach())
+        window.in_microbatch = False
         mean = loss if window.divisor == 1 else loss / window.divisor
         scaled = mean if self.scaler is None else self.scaler.scaled(mean)
         if self.salvage is None:

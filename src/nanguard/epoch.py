@@ -16,7 +16,7 @@ class Epoch(Generic[T]):
         loader: Iterable[T],
         *,
         begin: Callable[[], None],
-        at: Callable[[int, bool], None],
+        at: Callable[[int, bool | None], None],
         end: Callable[[], None],
     ) -> None:
         self._loader = loader
@@ -29,6 +29,6 @@ class Epoch(Generic[T]):
         length = len(self) if hasattr(self._loader, "__len__") else None
         self._begin()
         for position, batch in enumerate(self._loader):
-            self._at(position, position + 1 == length)
+            self._at(position, None if length is None else position + 1 == length)
             yield batch
         self._end()

@@ -103,8 +103,8 @@ class Guard:
         self._accumulate = accumulate
         self._captured: Window | None = None
         self._num_steps = self._num_epochs = 0
-        self._batch = 0
-        self._ends_epoch = False
+        self._batch: int | None = None
+        self._ends_epoch: bool | None = False
         introduce(self._bench, asked_precision=precision, sync=self.sync)
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
@@ -150,9 +150,8 @@ class Guard:
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
         if torch.is_grad_enabled():
-            if window is None:
-                self._open(rerunnable=False, divisor=self._accumulate)
-            self._bench.begin_microbatch()
+            window = window or self._open(rerunnable=False, divisor=self._accumulate)
+            self._bench.begin_microbatch(window)
         return self._bench.precision.autocast()
 
     def backward(self, loss: Tensor) -> None:
@@ -300,7 +299,8 @@ class Guard:
         if window is None or not window.rerunnable:
             window = self._open(rerunnable=True, divisor=self._accumulate)
         ends = len(window.losses) + 1 == window.divisor
-        micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch)
+        # Where the loader has no length any batch may be the last one, so ranks then average after each.
+        micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch is not False)
         loss, aux = self._run(window, micro)
         micro.shown = loss
         if ends:
@@ -378,13 +378,13 @@ class Guard:
         self._num_epochs += 1
         self._bench.look_again()
 
-    def _at(self, position: int, is_last: bool) -> None:
+    def _at(self, position: int, is_last: bool | None) -> None:
         self._batch, self._ends_epoch = position, is_last
 
     def _end_epoch(self) -> None:
         window = self._bench.window
-        self._ends_epoch = False
         if window is not None and window.rerunnable:
             self._finish(window)
         self.settle()
+        self._batch, self._ends_epoch = None, False
         self._bench.schedule.tick_epoch()

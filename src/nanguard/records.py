@@ -29,7 +29,7 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What was measured of one step.
+    """What was measured of one step. ``batch`` is its position in the epoch, None outside ``guard.epoch``.
 
     ``norms`` are gradient norms before clipping, one for each parameter group (a single one with
     ``clip="global"``). ``ranks`` holds the ranks that saw something non-finite of their own; it is empty
@@ -38,7 +38,7 @@ class Reading:
 
     step: int
     epoch: int
-    batch: int
+    batch: int | None
     loss: float
     norms: tuple[float, ...] = ()
     scale: float | None = None

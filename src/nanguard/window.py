@@ -46,11 +46,12 @@ class Window:
 
     step: int
     epoch: int
-    batch: int
+    batch: int | None
     rerunnable: bool
     divisor: int
     microbatches: list[Microbatch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    in_microbatch: bool = False
     flags: list[Tensor] = field(default_factory=list)
     shown: Tensor | None = None
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
@@ -79,8 +80,12 @@ class Window:
         return torch.where(dropped != 0, 0.0, losses).sum() / (1 - dropped).sum()
 
     def correction(self) -> float | Tensor | None:
-        """What turns gradients divided by ``divisor`` into their mean over the kept micro-batches; None for nothing."""
-        if self.flags:
-            return self.divisor / (1 - torch.stack(self.flags)).sum()
+        """What turns the sum of gradients into their mean over the kept micro-batches; None where it is that already.
+
+        In a loop of the user's own only what was dropped is made up for: how often to call backward is theirs to say.
+        """
         gathered = len(self.losses)
-        return None if gathered == self.divisor else self.divisor / gathered
+        expected = self.divisor if self.rerunnable else gathered
+        if self.flags:
+            return expected / (1 - torch.stack(self.flags)).sum()
+        return None if gathered == expected else expected / gathered

@@ -76,6 +76,8 @@ def _found(reading: Reading) -> str:
 
 
 def _position(reading: Reading) -> str:
+    if reading.batch is None:
+        return "position unknown: iterate over guard.epoch(loader) to have it here"
     return f"batch {reading.batch:,} of epoch {reading.epoch}"
 
 
