@@ -269,7 +269,7 @@ def write(path: Path, text: str) -> None:
 def save(result: dict[str, Any], folder: Path, *, smoke: bool) -> Path:
     slug = "-".join(result["machine"].lower().replace("_", "-").split()) + ("-smoke" if smoke else "")
     path = folder / f"overhead-{slug}-{result['date']}.json"
-    write(path, json.dumps(result, indent=1) + "\n")
+    write(path, json.dumps(result) + "\n")
     write(path.with_suffix(".md"), markdown(result))
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,13 @@ def test_there_are_snippets() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_overhead_in_the_readme_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme
+
+    path = readme.newest()
+    assert path is not None, "a dated result is committed"
+    text = (ROOT / "README.md").read_text()
+    assert text == readme.filled(text, json.loads(path.read_text())), "run benchmarks/readme.py"

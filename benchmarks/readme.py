@@ -1,0 +1,64 @@
+"""Puts the newest measured overhead into the README's table: python benchmarks/readme.py
+
+The README's numbers come from nowhere else; a test holds them to the result file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+MARKED = re.compile(r"(<!-- overhead:begin -->\n).*?(<!-- overhead:end -->)", re.DOTALL)
+
+ROWS = {
+    "guard": "**nanguard**, `guard.step`",
+    "guard_own_loop": "**nanguard**, your own loop",
+    "guard_global": '**nanguard**, `clip="global"` (bit-identical to `clip_grad_norm_`)',
+    "guard_eager": '**nanguard**, `sync="eager"`',
+    "plain_again": "the plain loop again (noise)",
+    "grad_scaler": "GradScaler",
+    "isfinite_norm": "`if isfinite(norm)`",
+    "isfinite_loss": "`if isfinite(loss)`",
+    "per_param_isfinite": "`isfinite` of every gradient",
+    "forward_hooks": "hooks with `isfinite` on every module",
+    "hf_debug": "DebugUnderflowOverflow",
+    "detect_anomaly": "`detect_anomaly`",
+}
+COLUMNS = {
+    ("large", "eager"): "124M GPT",
+    ("large", "compile"): "124M GPT, compiled",
+    ("tiny", "eager"): "launch-bound",
+    ("tiny", "compile"): "launch-bound, compiled",
+}
+
+
+def newest() -> Path | None:
+    found = sorted(RESULTS.glob("overhead-*.json"), key=lambda path: path.stem[-10:])
+    return found[-1] if found else None
+
+
+def table(result: dict[str, Any]) -> str:
+    measured = {(s["model"], s["mode"]): s["variants"] for s in result["sections"]}
+    lines = [f"| | {' | '.join(COLUMNS.values())} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
+    for variant, title in ROWS.items():
+        ratios = [measured.get(column, {}).get(variant, {}).get("ratio", {}).get("median") for column in COLUMNS]
+        if any(ratio is not None for ratio in ratios):
+            lines.append(f"| {title} | " + " | ".join("" if r is None else f"{r:.3f}" for r in ratios) + " |")
+    return "\n".join([*lines, "", f"{result['machine']}, torch {result['torch']}, {result['date']}."]) + "\n"
+
+
+def filled(readme: str, result: dict[str, Any]) -> str:
+    return MARKED.sub(lambda match: match[1] + table(result) + match[2], readme)
+
+
+if __name__ == "__main__":
+    path = newest()
+    if path is None:
+        raise SystemExit(f"no results in {RESULTS}")
+    README.write_text(filled(README.read_text(), json.loads(path.read_text())))
+    print(f"README.md now shows {path.name}")
