@@ -313,6 +313,23 @@ class TestGradientsDropped:
         assert differences(before, everything(model, [opt])) == []
         assert guard.counts["skipped"] == 1
 
+    def test_what_is_left_of_a_smaller_last_step_is_its_mean(self) -> None:
+        model, opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
+        policy = Policy(drop_bad_gradients=True)
+        guard = nanguard.Guard(model, opt, precision="fp32", policy=policy, max_norm=None, accumulate=4)
+        twin, twin_opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
+        batches = make_batches(2)
+        with inject(guard, Fault(into="gradient", name="inp.weight", steps=(0,))):
+            for batch in guard.epoch(batches):
+                guard.step(loss_fn, batch)
+        torch.manual_seed(0)
+        build(lambda p: torch.optim.SGD(p, lr=1.0))
+        for batch in batches:
+            (loss_fn(twin, batch) / 2).backward()
+        twin.inp.weight.grad = None
+        twin_opt.step()
+        assert differences(everything(model, []), everything(twin, [])) == []
+
     def test_the_norm_that_clips_is_that_of_the_good_ones(self) -> None:
         model, opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
         guard = nanguard.Guard(

@@ -1,15 +1,14 @@
 """The one reduction between ranks: all of them decide alike, and each knows who saw what.
 
-Every rank fills its own row of a small table of flags; the maximum over ranks is then the whole table on all of
-them. Under DDP a NaN gradient spreads to every rank as gradients are averaged, so each rank also notes its own
-gradients just before, in the buckets DDP is about to reduce.
+Every rank fills its own row of a small table of flags: non-finite loss, gradients, buffers. The maximum over ranks is
+then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to every rank as gradients
+are averaged, so each rank also notes its own gradients just before, in the buckets DDP is about to reduce.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import tensor_norms
-from nanguard.records import Flags
+from nanguard.records import Flags, Found
 
 log = logging.getLogger("nanguard")
 
-_LOSS, _OWN, _ALL, _COLUMNS = 0, 1, 2, 3
+_LOSS, _GRADIENTS, _BUFFERS, _OWN, _COLUMNS = 0, 1, 2, 3, 4
 
 
 class Ranks:
@@ -40,48 +39,58 @@ class Ranks:
         self._own = torch.zeros((), device=device)
         self._sees_own = together and isinstance(model, DistributedDataParallel) and self._watch_buckets(model)
 
-    def vote(self, measured: Tensor) -> Tensor:
-        """The table of all ranks, from this rank's measurements, of which the first is the loss."""
-        votes = torch.zeros(self.votes, device=measured.device)
+    def vote(self, loss: Tensor, buffers: Tensor, gradients: Tensor) -> Tensor:
+        """The table of all ranks, from vectors of this rank's measurements."""
+        votes = torch.zeros(self.votes, device=loss.device)
         row = votes[_COLUMNS * self.rank : _COLUMNS * (self.rank + 1)]
-        raise_flag_(row[_LOSS], measured[:1])
-        raise_flag_(row[_ALL], measured)
-        row[_OWN].copy_(self._own if self._sees_own else row[_ALL])
-        self._own.zero_()
+        for column, measured in ((_LOSS, loss), (_GRADIENTS, gradients), (_BUFFERS, buffers)):
+            if len(measured):
+                raise_flag_(row[column], measured)
+        row[_OWN].copy_(self._own if self._sees_own else row[_GRADIENTS])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return votes
 
-    def read(self, votes: Sequence[float]) -> tuple[Flags, ...]:
-        """The ranks with something of their own to report, from the table as the host got it."""
+    @staticmethod
+    def any(votes: Tensor) -> Tensor:
+        """1 where any rank has anything non-finite, else 0. Gradients that no guarded optimizer owns do not count."""
+        return votes.view(-1, _COLUMNS)[:, :_OWN].amax()
+
+    def found(self, votes: Sequence[float]) -> tuple[Found, ...]:
+        """What was non-finite on any rank, from the table as the host got it."""
+        columns: tuple[tuple[Found, int], ...] = (("loss", _LOSS), ("gradients", _GRADIENTS), ("buffers", _BUFFERS))
+        return tuple(name for name, column in columns if any(votes[column::_COLUMNS]))
+
+    def culprits(self, votes: Sequence[float]) -> tuple[Flags, ...]:
+        """The ranks that saw something non-finite of their own."""
         rows = [votes[i : i + _COLUMNS] for i in range(0, len(votes), _COLUMNS)]
         return tuple(
-            Flags(rank=rank, loss=bool(row[_LOSS]), gradients=bool(row[_OWN]))
+            Flags(rank=rank, loss=bool(row[_LOSS]), gradients=bool(row[_OWN]), buffers=bool(row[_BUFFERS]))
             for rank, row in enumerate(rows)
-            if row[_LOSS] or row[_OWN]
+            if row[_LOSS] or row[_OWN] or row[_BUFFERS]
         )
 
+    def forget_(self) -> None:
+        """Before a step: what a backward pass outside any step has left does not count."""
+        if self._sees_own:
+            self._own.zero_()
+
     def _watch_buckets(self, model: DistributedDataParallel) -> bool:
+        group = model.process_group
+        share = 1.0 / dist.get_world_size(group)
+
+        # DDP wants its own private types as annotations, or none at all.
+        def note_and_average(_, bucket):  # type: ignore[no-untyped-def]
+            """Notes this rank's own gradients; then DDP's averaging, to the bit: multiply by its share, and sum."""
+            buffer = bucket.buffer()
+            raise_flag_(self._own, tensor_norms([buffer])[0].reshape(1))
+            buffer.div_(1 / share) if buffer.is_sparse else buffer.mul_(share)
+            return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda done: done.value()[0])
+
         try:
-            model.register_comm_hook(self, _note_and_average)
+            model.register_comm_hook(None, note_and_average)
         except RuntimeError as error:  # DDP takes one hook, and the program has its own
             log.info(
-                "ranks cannot tell whose gradient was non-finite: DDP has a communication hook already (%s)",
-                error,
+                "ranks cannot tell whose gradient was non-finite: DDP has a communication hook already (%s)", error
             )
             return False
         return True
-
-    def see_bucket(self, bucket: Tensor) -> None:
-        """Notes whether this rank's own gradients, not yet averaged, are finite. Does not sync."""
-        raise_flag_(self._own, tensor_norms([bucket])[0].reshape(1))
-
-
-def _note_and_average(ranks: Ranks, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's own averaging, to the bit: multiply by the inverse of the world size, then sum."""
-    buffer = bucket.buffer()
-    ranks.see_bucket(buffer)
-    group = ranks._group or dist.group.WORLD
-    buffer.mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future

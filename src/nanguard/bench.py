@@ -7,7 +7,8 @@ asks before the optimizers step, ``late`` lets the device decide.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nanguard.measure import Board, Group, Reply, Roll
 from nanguard.numerics.clip import scale_
 from nanguard.policy import Policy, decide, judge
 from nanguard.precision import Precision, Scaler
-from nanguard.records import Action, Reading, Verdict
+from nanguard.records import Action, Found, Reading, Verdict
 from nanguard.salvage import Salvage
 from nanguard.schedule import Schedule
 from nanguard.shield import Shield
@@ -93,8 +94,8 @@ class Bench:
         # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
         window.flags.append(self.salvage.join(params, loss.detach(), judge_gradients=self.scaler is None))
 
-    def measure(self, window: Window) -> list[Group]:
-        """Writes all that the step has to say onto the board; returns the gradients by group, unscaled."""
+    def gather(self, window: Window) -> list[Group]:
+        """The gradients of a step, unscaled, and the mean over its micro-batches."""
         groups = self.roll.call()
         grads = [g for group in groups for g in group.grads]
         if self.scaler is not None and grads:
@@ -102,6 +103,10 @@ class Bench:
         correction = window.correction()
         if correction is not None and grads:
             scale_(grads, torch.as_tensor(correction, device=self.device))
+        return groups
+
+    def measure(self, window: Window, groups: list[Group]) -> None:
+        """Writes all that the step has to say onto the board."""
         self.board.fill_(
             loss=window.mean_loss(),
             scale=None if self.scaler is None else self.scaler.scale,
@@ -110,26 +115,34 @@ class Bench:
             groups=groups,
         )
         window.layout = self.board.layout
-        return groups
 
     def read(self, window: Window, values: list[float]) -> Reading:
         """A board as the host got it, in words."""
         assert window.layout is not None
         reply = Reply(window.layout, values)
-        where: dict[str, Any] = {"step": window.step, "epoch": window.epoch, "batch": window.batch}
-        scale = None if self.scaler is None else reply.scale
-        if reply.finite:
-            return Reading(**where, loss=reply.loss, norms=reply.norms, scale=scale, dropped_microbatches=reply.dropped)
-        return Reading(
-            **where,
+        reading = Reading(
+            step=window.step,
+            epoch=window.epoch,
+            batch=window.batch,
             loss=reply.loss,
             norms=reply.norms,
-            scale=scale,
-            finite=False,
-            gradients=tuple(self.name(p) for p in reply.bad_params),
-            buffers=reply.bad_buffers,
-            ranks=self.ranks.read(reply.votes),
+            scale=None if self.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
+        )
+        if reply.is_finite and not any(reply.votes):
+            return reading
+        gradients, buffers = tuple(self.name(p) for p in reply.bad_params), reply.bad_buffers
+        seen: dict[Found, bool] = {
+            "loss": not math.isfinite(reply.loss),
+            "gradients": bool(gradients),
+            "buffers": bool(buffers),
+        }
+        return replace(
+            reading,
+            found=self.ranks.found(reply.votes) if reply.votes else tuple(name for name in seen if seen[name]),
+            gradients=gradients,
+            buffers=buffers,
+            ranks=self.ranks.culprits(reply.votes),
         )
 
     def respond(self, reading: Reading) -> tuple[Verdict, Action]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from nanguard.bench import Bench
+from nanguard.measure import Group
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.window import Window
 
@@ -29,13 +30,13 @@ class Eager:
 
     def finish(self, window: Window) -> None:
         bench = self._bench
-        groups = bench.measure(window)
-        verdict, action = self._ask(window)
+        groups = bench.gather(window)
+        verdict, action = self._ask(window, groups)
         if bench.drops_gradients and verdict.reading.found == ("gradients",):
-            self._drop_gradients(verdict)
-            left = bench.measure(window)
-            if any(group.params for group in left):
-                groups, (verdict, action) = left, self._ask(window, dropped=verdict.reading.gradients)
+            # Asked again by all ranks together, whatever each of them has dropped: their answers must not differ.
+            self._drop_gradients(groups, verdict)
+            groups = bench.roll.call()
+            verdict, action = self._ask(window, groups, dropped=verdict.reading.gradients)
         applied = action.response in ("apply", "drop_gradients")
         if applied:
             bench.clipper.clip_(groups, bench.board.norms)
@@ -50,16 +51,20 @@ class Eager:
         bench.shield.zero_grad()
         bench.journal.record(Outcome(verdict=verdict, action=action, applied=applied))
 
-    def _ask(self, window: Window, dropped: tuple[str, ...] = ()) -> tuple[Verdict, Action]:
-        """Waits for the device, once."""
+    def _ask(self, window: Window, groups: list[Group], dropped: tuple[str, ...] = ()) -> tuple[Verdict, Action]:
+        """Measures, and waits for the answer: the one sync."""
+        self._bench.measure(window, groups)
         self._bench.board.agree_()
         reading = self._bench.read(window, self._bench.board.filled.tolist())
         return self._bench.respond(replace(reading, dropped_gradients=dropped) if dropped else reading)
 
-    def _drop_gradients(self, verdict: Verdict) -> None:
-        """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter."""
-        bench, bad = self._bench, set(verdict.reading.gradients)
-        for group in bench.roll.call():
-            for param in group.params:
-                if bench.name(param) in bad:
-                    param.grad = None
+    def _drop_gradients(self, groups: list[Group], verdict: Verdict) -> None:
+        """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter.
+
+        Where all are bad there is no step to save, and they stay.
+        """
+        params = [param for group in groups for param in group.params]
+        bad = [param for param in params if self._bench.name(param) in verdict.reading.gradients]
+        if len(bad) < len(params):
+            for param in bad:
+                param.grad = None

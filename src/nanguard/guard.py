@@ -354,6 +354,7 @@ class Guard:
             divisor=divisor,
         )
         self._mode.note(window)
+        self._bench.ranks.forget_()
         self._bench.window = window
         return window
 

@@ -74,7 +74,8 @@ class Late:
     def protect(self, window: Window) -> None:
         """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
         bench = self._bench
-        groups = bench.measure(window)
+        groups = bench.gather(window)
+        bench.measure(window, groups)
         latched_before = self.latch.clone() if bench.scaler is not None else None
         skip = self._raise_latch_(window)
         bench.clipper.clip_(groups, bench.board.norms)
@@ -160,6 +161,7 @@ class Late:
                 bench.schedule.restore(window.schedule)
             again = bench.window = window.afresh()
             self.note(again)
+            bench.ranks.forget_()
             for micro in again.microbatches:
                 if micro.rng is not None:
                     micro.rng.restore(bench.device)

@@ -145,9 +145,11 @@ class Board:
         """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
         if not self._ranks.votes:
             return None
-        votes = self._ranks.vote(self._values[self.layout.loss_at : self.layout.size])
+        at = self.layout
+        loss, buffers, gradients = torch.split(self._values[at.loss_at : at.size], [1, len(at.buffers), len(at.params)])
+        votes = self._ranks.vote(loss, buffers, gradients)
         self._values[_VOTES : _VOTES + self._ranks.votes].copy_(votes)
-        return votes.amax()
+        return self._ranks.any(votes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,9 @@ class Reply:
         return self.values[_VOTES : _VOTES + self.layout.votes]
 
     @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, self.values[self.layout.loss_at :])) and not any(self.votes)
+    def is_finite(self) -> bool:
+        """Of this rank."""
+        return all(map(math.isfinite, self.values[self.layout.loss_at :]))
 
     @property
     def scale(self) -> float:

@@ -39,7 +39,7 @@ def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
     With a loss scale (``scale_floor`` given), non-finite gradients behind a finite loss are a routine overflow as
     long as the scale can still go down.
     """
-    if reading.finite:
+    if not reading.found:
         return Verdict(kind="healthy", reading=reading)
     can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
     routine = can_back_off and reading.found == ("gradients",)

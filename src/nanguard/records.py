@@ -5,7 +5,6 @@ They are plain, frozen and on the host: no tensors, so that they can be compared
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,15 +24,16 @@ class Flags:
     rank: int
     loss: bool
     gradients: bool
+    buffers: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """What was measured of one step. ``batch`` is its position in the epoch, None outside ``guard.epoch``.
 
-    ``norms`` are gradient norms before clipping, one for each parameter group (a single one with
-    ``clip="global"``). ``ranks`` holds the ranks that saw something non-finite of their own; it is empty
-    outside distributed runs and on finite steps.
+    ``found`` says what was non-finite, on this rank or any other: it is the same on all of them. ``gradients`` and
+    ``buffers`` name what was so on this rank, ``ranks`` the ranks that saw something of their own, if there are several.
+    ``norms`` are gradient norms before clipping, one for each parameter group (a single one with ``clip="global"``).
     """
 
     step: int
@@ -42,26 +42,12 @@ class Reading:
     loss: float
     norms: tuple[float, ...] = ()
     scale: float | None = None
-    finite: bool = True
+    found: tuple[Found, ...] = ()
     gradients: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     ranks: tuple[Flags, ...] = ()
     dropped_microbatches: tuple[int, ...] = ()
     dropped_gradients: tuple[str, ...] = ()
-
-    @property
-    def found(self) -> tuple[Found, ...]:
-        """Which of loss, gradients and buffers were non-finite, on this rank or any other."""
-        loss = not math.isfinite(self.loss) or any(r.loss for r in self.ranks)
-        gradients = bool(self.gradients) or any(r.gradients for r in self.ranks)
-        seen: list[Found] = []
-        if loss:
-            seen.append("loss")
-        if gradients:
-            seen.append("gradients")
-        if self.buffers:
-            seen.append("buffers")
-        return tuple(seen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
