@@ -14,7 +14,7 @@ import nanguard
 SOURCE = Path(nanguard.__file__).parent
 
 LAYERS = [
-    {"errors", "records", "_compat"},
+    {"errors", "records", "_compat", "naming"},
     {"numerics.norm", "rng", "mailbox", "epoch", "policy", "runlog", "report.panel", "testing"},
     {"numerics.finite", "numerics.clip", "journal", "schedule", "shield"},
     {"agree", "undo", "precision"},

@@ -18,47 +18,53 @@ class Buffers(nn.Module):
         super().__init__()
         self.register_buffer("small", torch.arange(4.0))
         self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("mask", torch.ones(300, 300, dtype=torch.bool))
-        self.register_buffer("table", torch.zeros(300, 300))
+        self.register_buffer("mask", torch.ones(600, 600, dtype=torch.bool))
+        self.register_buffer("table", torch.zeros(600, 600))
         self.register_buffer("low", torch.ones(3, dtype=torch.bfloat16))
         self.register_buffer("missing", None)
         self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("wide", torch.ones(1, 3).expand(4, 3))
 
     def spoil(self) -> None:
         self.small.fill_(NAN)
         self.count += 1
         self.table[3, 3] = INF
         self.low = torch.full((3,), NAN, dtype=torch.bfloat16)
+        self.missing = torch.full((2,), NAN)
+        self.empty = torch.full((2,), NAN)
+        self.wide = torch.full((4, 3), NAN)
 
 
 def noted() -> tuple[Buffers, Undo, dict[str, torch.Tensor]]:
     module = Buffers()
     undo = Undo(CPU)
-    undo.add_buffers(module)
+    undo.watch_buffers(module)
     module.small.add_(1)
-    undo.note_()
     return module, undo, {k: v.clone() for k, v in module.named_buffers()}
 
 
 def unchanged(module: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(v, before[k]) for k, v in module.named_buffers())
+    now = dict(module.named_buffers())
+    return now.keys() == before.keys() and all(torch.equal(v, before[k]) for k, v in now.items())
 
 
 @pytest.mark.parametrize("by_device", [False, True])
 def test_everything_is_put_back(by_device: bool) -> None:
     module, undo, before = noted()
     for _ in range(2):
+        for_the_host = undo.note_()
         module.spoil()
         if by_device:
             undo.undo_where_(UP)
+            undo.put_back(for_the_host)
         else:
             undo.undo_()
         assert unchanged(module, before)
-        undo.note_()
 
 
 def test_where_the_flag_is_down_nothing_is_put_back() -> None:
     module, undo, _ = noted()
+    undo.note_()
     module.spoil()
     undo.undo_where_(DOWN)
     assert module.small.isnan().all()
@@ -68,6 +74,7 @@ def test_where_the_flag_is_down_nothing_is_put_back() -> None:
 
 def test_watched_buffers_show_what_they_hold_and_untouched_large_ones_cost_nothing() -> None:
     module, undo, _ = noted()
+    undo.note_()
     names, peaks = undo.peaks()
     assert set(names) == {"small", "low"}
     module.spoil()
@@ -78,6 +85,7 @@ def test_watched_buffers_show_what_they_hold_and_untouched_large_ones_cost_nothi
 
 def test_a_buffer_of_another_shape_is_replaced_by_the_host() -> None:
     module, undo, before = noted()
+    undo.note_()
     module.small = torch.zeros(9)
     undo.undo_()
     assert unchanged(module, before)
@@ -92,7 +100,7 @@ def test_buffers_may_be_added_and_removed_between_epochs() -> None:
     module, undo, _ = noted()
     del module.small
     module.register_buffer("late", torch.ones(2))
-    undo.add_buffers(module)
+    undo.watch_buffers(module)
     undo.note_()
     module.late.fill_(NAN)
     undo.undo_where_(UP)
@@ -102,7 +110,7 @@ def test_buffers_may_be_added_and_removed_between_epochs() -> None:
 def test_batchnorm_statistics_are_put_back_though_torch_counts_no_write() -> None:
     norm = nn.BatchNorm1d(3)
     undo = Undo(CPU)
-    undo.add_buffers(norm)
+    undo.watch_buffers(norm)
     undo.note_()
     version = norm.running_mean._version
     norm(torch.full((4, 3), NAN))
@@ -110,3 +118,39 @@ def test_batchnorm_statistics_are_put_back_though_torch_counts_no_write() -> Non
     undo.undo_where_(UP)
     assert torch.equal(norm.running_mean, torch.zeros(3))
     assert norm.num_batches_tracked.item() == 0
+
+
+def test_a_large_buffer_written_behind_torchs_back_is_not_rewound() -> None:
+    module, undo, _ = noted()
+    undo.note_()
+    module.table.data.add_(1)
+    undo.note_()
+    undo.undo_()
+    assert module.table[0, 0].item() == 1, "such a write cannot be seen, but an old copy must not come back either"
+
+
+def test_a_buffer_that_held_infinities_before_may_go_on_holding_them() -> None:
+    module = nn.Module()
+    module.register_buffer("mask", torch.zeros(1, 1))
+    undo = Undo(CPU)
+    undo.watch_buffers(module)
+    for size in (2, 3, 3):
+        undo.note_()
+        if module.mask.shape[0] != size:
+            module.mask = torch.full((size, size), -INF).triu(1)
+        _, peaks = undo.peaks()
+        assert all(peak.isfinite().all() for peak in peaks)
+
+
+def test_a_buffer_may_be_taken_away_and_its_module_replaced() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Buffers())
+    undo = Undo(CPU)
+    undo.watch_buffers(module)
+    module[1].small = None
+    undo.note_()
+    module[0] = nn.BatchNorm1d(5)
+    undo.watch_buffers(module)
+    undo.note_()
+    module[0](torch.full((4, 5), NAN))
+    undo.undo_where_(UP)
+    assert torch.equal(module[0].running_mean, torch.zeros(5))

@@ -21,10 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
 from nanguard.agree import Ranks
-from nanguard.bench import Bench, names_of
+from nanguard.bench import Bench
 from nanguard.clipper import Clip, Clipper
 from nanguard.journal import Journal
 from nanguard.measure import Board, Roll
+from nanguard.naming import names_of, unwrapped
 from nanguard.policy import Policy
 from nanguard.precision import LossScale, Precision, Scaler
 from nanguard.salvage import Salvage
@@ -71,7 +72,7 @@ def assemble(
     clipper = Clipper(clip, max_norm, device)
     ranks = Ranks(model, device, process_group)
     buffers = Undo(device)
-    buffers.add_buffers(model)
+    buffers.watch_buffers(unwrapped(model))
     return Bench(
         model=model,
         device=device,
@@ -81,7 +82,7 @@ def assemble(
         schedule=Schedule(optimizers, schedulers, schedule_per),
         clipper=clipper,
         scaler=Scaler(loss_scale or LossScale(), device) if resolved.name == "fp16" else None,
-        salvage=Salvage(model, device) if drop_bad_microbatches else None,
+        salvage=Salvage(unwrapped(model), device) if drop_bad_microbatches else None,
         roll=Roll(model, shield, together=clipper.together),
         ranks=ranks,
         board=Board(device, ranks),

@@ -18,6 +18,7 @@ from nanguard.agree import Ranks
 from nanguard.clipper import Clipper
 from nanguard.journal import Journal
 from nanguard.measure import Board, Group, Reply, Roll
+from nanguard.naming import names_of, unwrapped
 from nanguard.numerics.clip import scale_
 from nanguard.policy import Policy, decide, judge
 from nanguard.precision import Precision, Scaler
@@ -66,11 +67,11 @@ class Bench:
                 with self.precision.autocast():
                     result = micro.loss_fn(self.model, micro.batch)
                 loss, *aux = result if isinstance(result, tuple) else (result,)
-                self.backward(window, loss)
+                loss = self.backward(window, loss)
         except BaseException:
             self.clear()
             raise
-        return loss.detach(), tuple(aux)
+        return loss, tuple(aux)
 
     def begin_microbatch(self, window: Window) -> None:
         """Before the forward pass, or each part of it."""
@@ -78,21 +79,26 @@ class Bench:
             self.salvage.buffers.note_()
         window.in_microbatch = True
 
-    def backward(self, window: Window, loss: Tensor) -> None:
-        """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped."""
+    def backward(self, window: Window, loss: Tensor) -> Tensor:
+        """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped.
+
+        Returns the loss, detached and 0-dim.
+        """
         _check_loss(loss)
+        loss = loss.reshape(())
         window.losses.append(loss.detach())
         window.in_microbatch = False
         mean = loss if window.divisor == 1 else loss / window.divisor
         scaled = mean if self.scaler is None else self.scaler.scaled(mean)
         if self.salvage is None:
             scaled.backward()  # type: ignore[no-untyped-call]
-            return
+            return loss.detach()
         params = [p for group in self.shield.groups() for p in group]
         self.salvage.set_aside(params)
         scaled.backward()  # type: ignore[no-untyped-call]
         # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
         window.flags.append(self.salvage.join(params, loss.detach(), judge_gradients=self.scaler is None))
+        return loss.detach()
 
     def gather(self, window: Window) -> list[Group]:
         """The gradients of a step, unscaled, and the mean over its micro-batches."""
@@ -116,10 +122,8 @@ class Bench:
         )
         window.layout = self.board.layout
 
-    def read(self, window: Window, values: list[float]) -> Reading:
+    def read(self, window: Window, reply: Reply) -> Reading:
         """A board as the host got it, in words."""
-        assert window.layout is not None
-        reply = Reply(window.layout, values)
         reading = Reading(
             step=window.step,
             epoch=window.epoch,
@@ -146,7 +150,7 @@ class Bench:
         )
 
     def respond(self, reading: Reading) -> tuple[Verdict, Action]:
-        verdict = judge(reading, scale_floor=None if self.scaler is None else self.scaler.options.floor)
+        verdict = judge(reading, scale_floor=None if self.scaler is None else self.scaler.floor)
         return verdict, decide(self.policy, self.journal.history, verdict)
 
     def update_average(self) -> None:
@@ -154,10 +158,11 @@ class Bench:
             self.ema.update_parameters(self.model)
 
     def look_again(self) -> None:
-        """Takes in buffers and parameters that the model has got since. Syncs for new buffers."""
-        self.buffers.add_buffers(self.model)
+        """Takes in buffers and parameters that the model has got since."""
+        self.buffers.watch_buffers(unwrapped(self.model))
         if self.salvage is not None:
-            self.salvage.buffers.add_buffers(self.model)
+            self.salvage.buffers.watch_buffers(unwrapped(self.model))
+        self.roll.look_again(self.model)
         self.names = names_of(self.model)
 
     def clear(self) -> None:
@@ -170,15 +175,6 @@ class Bench:
         if id(param) not in self.names:
             self.names = names_of(self.model)
         return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
-
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Every parameter's name as the user wrote it, without what DDP and ``torch.compile`` put into it."""
-    wrappers = ("module", "_orig_mod")
-    return {
-        id(param): ".".join(part for part in name.split(".") if part not in wrappers)
-        for name, param in model.named_parameters()
-    }
 
 
 def _check_loss(loss: Any) -> None:

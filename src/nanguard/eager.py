@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from nanguard.bench import Bench
-from nanguard.measure import Group
-from nanguard.records import Action, Outcome, Verdict
+from nanguard.measure import Group, Reply
+from nanguard.records import Outcome
 from nanguard.window import Window
 
 
@@ -31,12 +33,14 @@ class Eager:
     def finish(self, window: Window) -> None:
         bench = self._bench
         groups = bench.gather(window)
-        verdict, action = self._ask(window, groups)
+        reply = self._ask(window, groups)
+        verdict, action = bench.respond(bench.read(window, reply))
         if bench.drops_gradients and verdict.reading.found == ("gradients",):
             # Asked again by all ranks together, whatever each of them has dropped: their answers must not differ.
-            self._drop_gradients(groups, verdict)
+            _drop_gradients(groups, reply.bad_params)
             groups = bench.roll.call()
-            verdict, action = self._ask(window, groups, dropped=verdict.reading.gradients)
+            left = bench.read(window, self._ask(window, groups))
+            verdict, action = bench.respond(replace(left, dropped_gradients=verdict.reading.gradients))
         applied = action.response in ("apply", "drop_gradients")
         if applied:
             bench.clipper.clip_(groups, bench.board.norms)
@@ -51,20 +55,18 @@ class Eager:
         bench.shield.zero_grad()
         bench.journal.record(Outcome(verdict=verdict, action=action, applied=applied))
 
-    def _ask(self, window: Window, groups: list[Group], dropped: tuple[str, ...] = ()) -> tuple[Verdict, Action]:
+    def _ask(self, window: Window, groups: list[Group]) -> Reply:
         """Measures, and waits for the answer: the one sync."""
         self._bench.measure(window, groups)
         self._bench.board.agree_()
-        reading = self._bench.read(window, self._bench.board.filled.tolist())
-        return self._bench.respond(replace(reading, dropped_gradients=dropped) if dropped else reading)
+        return Reply(window.layout, self._bench.board.filled.tolist())
 
-    def _drop_gradients(self, groups: list[Group], verdict: Verdict) -> None:
-        """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter.
 
-        Where all are bad there is no step to save, and they stay.
-        """
-        params = [param for group in groups for param in group.params]
-        bad = [param for param in params if self._bench.name(param) in verdict.reading.gradients]
-        if len(bad) < len(params):
-            for param in bad:
-                param.grad = None
+def _drop_gradients(groups: list[Group], bad: Sequence[nn.Parameter]) -> None:
+    """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter.
+
+    Where all are bad there is no step to save, and they stay.
+    """
+    if len(bad) < sum(len(group.params) for group in groups):
+        for param in bad:
+            param.grad = None

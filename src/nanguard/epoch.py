@@ -26,9 +26,16 @@ class Epoch(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        length = len(self) if hasattr(self._loader, "__len__") else None
+        length = _length(self._loader)
         self._begin()
         for position, batch in enumerate(self._loader):
             self._at(position, None if length is None else position + 1 == length)
             yield batch
         self._end()
+
+
+def _length(loader: Iterable[T]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a stream; a DataLoader over one has __len__ all the same
+        return None

@@ -220,7 +220,7 @@ class Guard:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every step that had to be answered so far, as far as the host has heard."""
-        return tuple(self._bench.journal.incidents)
+        return self._bench.journal.incidents
 
     @property
     def last_outcome(self) -> Outcome | None:
@@ -229,7 +229,7 @@ class Guard:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off."""
+        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off (and halted)."""
         return dict(self._bench.journal.counts)
 
     def __repr__(self) -> str:

@@ -28,11 +28,14 @@ class Journal:
 
     def __init__(self, run_dir: str | Path | None, *, speaks: bool) -> None:
         self.history: list[Outcome] = []
-        self.incidents: list[Incident] = []
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None
         self._speaks = speaks
         self._log = RunLog(run_dir) if run_dir is not None else None
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        return tuple(Incident(number=i, outcome=outcome) for i, outcome in enumerate(self.history, start=1))
 
     def begin(self, **header: Any) -> None:
         if self._log is not None:
@@ -51,8 +54,7 @@ class Journal:
             self._note_overflow(outcome)
             return
         self.history.append(outcome)
-        incident = Incident(number=len(self.incidents) + 1, outcome=outcome)
-        self.incidents.append(incident)
+        incident = self.incidents[-1]
         event = "incident" if response in ("skip", "halt") else "drop"
         path = None
         if self._log is not None:
@@ -73,7 +75,6 @@ class Journal:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = Counter(state["counts"])
         self.history = [Outcome.from_dict(data) for data in state["history"]]
-        self.incidents = [Incident(number=i, outcome=o) for i, o in enumerate(self.history, start=1)]
 
     def _note_overflow(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading

@@ -20,6 +20,7 @@ from torch import Tensor
 from nanguard.bench import Bench
 from nanguard.errors import ProtocolError
 from nanguard.mailbox import Mailbox
+from nanguard.measure import Reply
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.rng import Dice
 from nanguard.undo import Undo
@@ -36,7 +37,7 @@ class Late:
         self._bench = bench
         self._averages = Undo(bench.device)
         if bench.ema is not None:
-            self._averages.add_all(bench.ema)
+            self._averages.watch_all(bench.ema)
         self._mailbox = Mailbox(bench.device)
         self.dice = Dice(bench.device)
         self._in_flight: deque[Window] = deque()
@@ -111,14 +112,14 @@ class Late:
         skip = self.latch.clone()
         board.raise_flag_(skip)
         board.raise_flag_but_for_gradients_(self.latch)
-        torch.maximum(self.latch, skip * (scaler.scale <= scaler.options.floor), out=self.latch)
+        torch.maximum(self.latch, skip * (scaler.scale <= scaler.floor), out=self.latch)
         return skip
 
     def _hear(self) -> None:
         """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
         bench, window = self._bench, self._in_flight.popleft()
         assert window.letter is not None
-        verdict, action = bench.respond(bench.read(window, window.letter.read()))
+        verdict, action = bench.respond(bench.read(window, Reply(window.layout, window.letter.read())))
         if action.response == "apply":
             bench.journal.record(Outcome(verdict=verdict, action=action, applied=True))
         elif action.response == "back_off" and not window.latches:

@@ -33,6 +33,14 @@ class Group:
         self.params = [p for p in params if p.grad is not None]
         self.grads: list[Tensor] = [p.grad for p in self.params]  # type: ignore[misc]
         self.alike = are_alike(self.grads)
+        if not self.alike:
+            self._resolve()
+
+    def _resolve(self) -> None:
+        """Carries out conjugations that torch has put off: gradients are to be written to."""
+        for place, param in enumerate(self.params):
+            if self.grads[place].is_conj():
+                param.grad = self.grads[place] = self.grads[place].resolve_conj()
 
 
 class Roll:
@@ -41,6 +49,9 @@ class Roll:
     def __init__(self, model: nn.Module, shield: Shield, *, together: bool) -> None:
         self._shield = shield
         self._together = together
+        self.look_again(model)
+
+    def look_again(self, model: nn.Module) -> None:
         self._order = {id(p): place for place, p in enumerate(model.parameters())}
 
     def call(self) -> list[Group]:
@@ -76,6 +87,9 @@ class Layout:
         return self.params_at + len(self.params)
 
 
+NO_LAYOUT = Layout(0, 0, [], (), ())
+
+
 class Board:
     """Filled once a step. Nothing here syncs."""
 
@@ -84,7 +98,7 @@ class Board:
         self._ranks = ranks
         self._one = torch.ones((), device=device)
         self._values = torch.zeros(64, dtype=torch.float64, device=device)
-        self.layout = Layout(0, 0, [], (), ())
+        self.layout = NO_LAYOUT
         self.norms = self._values[:0]
 
     def fill_(
@@ -115,7 +129,7 @@ class Board:
         if norms:
             torch.stack(norms, out=self._values[at.params_at : at.size])
         parts = torch.split(self._values[at.params_at : at.size], sizes)
-        self.norms = combine(parts)
+        self.norms = combine(parts, alike=all(group.alike for group in groups))
 
     def _gradient_norms(self, groups: Sequence[Group]) -> list[Tensor]:
         if all(group.alike for group in groups):

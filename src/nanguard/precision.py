@@ -73,6 +73,7 @@ class Scaler:
 
     def __init__(self, options: LossScale, device: torch.device) -> None:
         self.options = options
+        self.floor = torch.tensor(options.floor).item()  # as the device has it, so that host and device agree
         self.scale = torch.tensor(options.initial, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -90,7 +91,7 @@ class Scaler:
         _compat.update_scale_(
             self.scale, self._tracker, bad, growth=rule.growth, backoff=rule.backoff, interval=rule.interval
         )
-        self.scale.clamp_(min=rule.floor)
+        self.scale.clamp_(min=self.floor)
         if frozen is not None and before is not None:
             torch.where(frozen != 0, before[0], self.scale, out=self.scale)
             torch.where(frozen != 0, before[1], self._tracker, out=self._tracker)

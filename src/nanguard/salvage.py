@@ -22,7 +22,7 @@ class Salvage:
         self._device = device
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self.buffers = Undo(device)
-        self.buffers.add_buffers(model)
+        self.buffers.watch_buffers(model)
 
     def set_aside(self, params: Sequence[nn.Parameter]) -> None:
         """Before backward: takes the gradients gathered so far out of the way."""
@@ -32,6 +32,9 @@ class Salvage:
 
     def join(self, params: Sequence[nn.Parameter], loss: Tensor, *, judge_gradients: bool) -> Tensor:
         """After backward: adds what it brought, or nothing where that is non-finite; returns this flag."""
+        for param in params:
+            if param.grad is not None and param.grad.is_conj():
+                param.grad = param.grad.resolve_conj()
         brought = [p.grad for p in params if p.grad is not None]
         flag = nonfinite([loss, *brought] if judge_gradients else [loss], self._device)
         zero_if_(brought, flag)

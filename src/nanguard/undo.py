@@ -4,7 +4,8 @@ BatchNorm writes its running statistics in the forward pass, before any gradient
 copied when a step begins and put back when the step is skipped: by the host where it knows, else on the device.
 
 Small tensors are copied at every step, all of one kind by one kernel: torch does not count what ``batch_norm`` writes.
-Large ones are copied only after torch has counted a write, so that masks and position tables cost nothing.
+Large ones are copied only after torch has counted a write, so that masks and position tables cost nothing. What the
+device cannot put back (a buffer that is not there yet, empty, overlapping itself or on another device) the host does.
 """
 
 from __future__ import annotations
@@ -17,82 +18,92 @@ import torch
 from torch import Tensor, nn
 
 from nanguard import _compat
-from nanguard.numerics.finite import nonfinite
-from nanguard.numerics.norm import tensor_norms
+from nanguard.naming import plain_name
 
 Key = tuple[int, str]
-Copies = dict[Key, Tensor]
+Copies = dict[Key, Tensor | None]
 
-_LARGE = 1 << 16
+_LARGE = 1 << 18
+_WATCHED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One tensor by its place in a module, since programs may replace the tensor itself."""
+    """One tensor by its place in a module, since programs may replace the tensor itself, or have none there."""
 
     name: str
     owner: dict[str, Any]
     key: str
-    saved: Tensor
-    watched: bool
+    saved: Tensor | None = None
     origin: Tensor | None = None
     version: int | None = None
 
     @property
-    def current(self) -> Tensor:
-        tensor: Tensor = self.owner[self.key]
-        return tensor
+    def current(self) -> Tensor | None:
+        return self.owner.get(self.key)
 
     @property
     def fits(self) -> bool:
-        """Whether the copy still fits: a program may have put in a tensor of another shape or kind."""
+        """Whether the copy is one of what is there now: a program may have put in a tensor of another shape or kind."""
         now, saved = self.current, self.saved
+        if now is None or saved is None:
+            return now is saved
         return now.shape == saved.shape and now.dtype is saved.dtype and now.device == saved.device
 
     def was_written_to(self) -> bool:
-        return self.current is not self.origin or self.version is None or self.version != _compat.version(self.origin)
+        now = self.current
+        return now is not self.origin or (now is not None and _compat.version(now) != self.version)
 
     def note_(self) -> None:
-        self.origin = self.current
-        self.saved.copy_(self.origin)
-        self.version = _compat.version(self.origin)
+        now = self.current
+        if now is None or self.saved is None:
+            self.saved = None
+        elif self.saved is not now:
+            self.saved.copy_(now)
+        self.origin, self.version = now, None if now is None else _compat.version(now)
 
     def undo_(self) -> None:
-        if self.fits:
-            self.current.copy_(self.saved)
-        else:
-            self.owner[self.key] = self.saved.clone()
+        now = self.current
+        if now is not None and self.saved is not None and self.fits and not _overlaps(now):
+            now.copy_(self.saved)
+        elif self.key in self.owner:
+            self.owner[self.key] = None if self.saved is None else self.saved.clone()
 
     def undo_where_(self, bad: Tensor) -> None:
-        if self.fits:  # a tensor of another shape can only be put back by the host
-            torch.where(bad, self.saved, self.current, out=self.current)
+        now = self.current
+        if now is not None and self.saved is not None and self.fits:
+            torch.where(bad, self.saved, now, out=now)
 
 
 class _Bank:
     """Small tensors of one kind: their copies lie in one flat tensor, and one kernel copies them all."""
 
-    def __init__(self, slots: list[_Slot]) -> None:
+    def __init__(self, slots: list[_Slot], tensors: list[Tensor]) -> None:
         self.slots = slots
-        shapes, sizes = [s.saved.shape for s in slots], [s.saved.numel() for s in slots]
-        self._saved = torch.cat([s.saved.reshape(-1) for s in slots])
+        shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
+        self._saved = torch.cat([t.detach().reshape(-1) for t in tensors])
         self._now = torch.empty_like(self._saved)
         self._lengths = torch.tensor(sizes, device=self._saved.device)
         self._saved_views, self._now_views = (
             [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
             for flat in (self._saved, self._now)
         )
-        self._known = [slot.current for slot in slots]
+        self._known = tensors
         for slot, view in zip(slots, self._saved_views, strict=True):
             slot.saved = view
 
+    @property
+    def is_watched(self) -> bool:
+        return self._saved.dtype in _WATCHED
+
     def current(self) -> list[Tensor] | None:
         """The tensors as they are now; None where one no longer fits its copy."""
-        tensors: list[Tensor] = [slot.owner[slot.key] for slot in self.slots]
+        tensors = [slot.owner.get(slot.key) for slot in self.slots]
         if any(now is not known for now, known in zip(tensors, self._known, strict=True)):
             if not all(slot.fits for slot in self.slots):
                 return None
-            self._known = tensors
-        return tensors
+            self._known = [slot.owner[slot.key] for slot in self.slots]
+        return self._known
 
     def note_(self, current: list[Tensor]) -> None:
         _compat.foreach_copy_(self._saved_views, current)
@@ -103,45 +114,67 @@ class _Bank:
         _compat.foreach_copy_(current, self._now_views)
 
     def peaks(self, current: list[Tensor]) -> Tensor:
+        """The largest absolute value of each tensor, over the elements that were finite before the step."""
         _compat.foreach_copy_(self._now_views, current)
-        return torch.segment_reduce(self._now.abs().double(), "max", lengths=self._lengths, unsafe=True)
+        counted = _where_finite(self._saved, self._now)
+        return torch.segment_reduce(counted.double(), "max", lengths=self._lengths, unsafe=True)
 
 
 class Undo:
-    """Notes tensors, and puts them back. Nothing here syncs but ``add_buffers``."""
+    """Notes tensors, and puts them back. Nothing here syncs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: dict[Key, _Slot] = {}
         self._banks: list[_Bank] = []
         self._large: list[_Slot] = []
+        self._loose: dict[Key, _Slot] = {}
 
-    def add_buffers(self, module: nn.Module) -> None:
-        """Every buffer of ``module``. One that holds NaN or Inf now is meant to, and is not watched for more.
+    def watch_buffers(self, module: nn.Module) -> None:
+        """Every buffer that ``module`` has now, and no other."""
+        self._take([(path, owner._buffers) for path, owner in module.named_modules()])
 
-        Syncs for buffers that are new here, so call it between epochs, not in a step. Buffers that the module no longer
-        has are forgotten.
-        """
-        self._slots = {key: slot for key, slot in self._slots.items() if slot.owner.get(slot.key) is not None}
-        for path, owner in module.named_modules():
-            self._add(path, owner._buffers, watch=True)
-        self._sort()
-
-    def add_all(self, module: nn.Module) -> None:
-        """Every parameter and buffer of ``module``, such as an averaged model. They are not watched."""
-        for path, owner in module.named_modules():
-            self._add(path, owner._parameters, watch=False)
-            self._add(path, owner._buffers, watch=False)
-        self._sort()
+    def watch_all(self, module: nn.Module) -> None:
+        """Every parameter and buffer of ``module``, such as an averaged model."""
+        modules = list(module.named_modules())
+        self._take([(path, tensors) for path, m in modules for tensors in (m._parameters, m._buffers)])
 
     def note_(self) -> Copies:
-        """Copies what may have changed. Returns copies of tensors on other devices, for the host to put back."""
+        """Copies what may have changed. Returns copies of what only the host can put back."""
         return self._note_() if self._slots else {}
+
+    def peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Names of floating-point tensors that may have changed, and vectors of their largest absolute values now.
+
+        Elements that were non-finite before the step were meant to be (a mask, a running minimum) and do not count.
+        """
+        return self._peaks() if self._slots else ((), [])
+
+    def undo_where_(self, flag: Tensor) -> None:
+        """Puts back, where the 0-dim ``flag`` is 1, what can be put back on the guard's device."""
+        if self._slots:
+            self._undo_where_(flag != 0)
+
+    @torch.no_grad()
+    def undo_(self) -> None:
+        """Puts everything back."""
+        for slot in self._slots.values():
+            if slot.was_written_to() or not any(slot is large for large in self._large):
+                slot.undo_()
+
+    @torch.no_grad()
+    def put_back(self, copies: Copies) -> None:
+        """Puts back what ``note_`` returned."""
+        for key, saved in copies.items():
+            slot = self._slots.get(key)
+            if slot is not None:
+                slot.saved = saved
+                slot.undo_()
 
     @torch.no_grad()
     def _note_(self) -> Copies:
         currents = [bank.current() for bank in self._banks]
-        if not all(currents) or not all(slot.fits for slot in self._large):
+        if None in currents or not all(slot.fits for slot in (*self._large, *self._loose.values())):
             self._sort()
             currents = [bank.current() for bank in self._banks]
         for bank, current in zip(self._banks, currents, strict=True):
@@ -150,78 +183,75 @@ class Undo:
         for slot in self._large:
             if slot.was_written_to():
                 slot.note_()
-        return {k: s.saved.clone() for k, s in self._slots.items() if s.saved.device != self._device}
-
-    def peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
-        """Names of the watched tensors that may have changed, and vectors of their largest absolute values now."""
-        return self._peaks() if self._slots else ((), [])
+        for slot in self._loose.values():
+            slot.note_()
+        return {key: None if s.saved is None else s.saved.clone() for key, s in self._loose.items()}
 
     @torch.no_grad()
     def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         names: list[str] = []
         peaks: list[Tensor] = []
         for bank in self._banks:
-            if bank.slots[0].watched and (current := bank.current()):
+            current = bank.current() if bank.is_watched else None
+            if current is not None:
                 names += [slot.name for slot in bank.slots]
                 peaks.append(bank.peaks(current))
-        written = [slot for slot in self._large if slot.watched and slot.was_written_to()]
-        if written:
-            names += [slot.name for slot in written]
-            peaks.append(
-                torch.stack([n.to(self._device) for n in tensor_norms([s.current for s in written], math.inf)])
-            )
+        for slot in self._large:
+            now, saved = slot.current, slot.saved
+            if now is not None and saved is not None and now.dtype in _WATCHED and slot.was_written_to() and slot.fits:
+                names.append(slot.name)
+                peaks.append(_where_finite(saved, now).amax().double().reshape(1))
         return tuple(names), peaks
-
-    @torch.no_grad()
-    def undo_(self) -> None:
-        """Puts everything back, on any device."""
-        for slot in self._slots.values():
-            slot.undo_()
-
-    def undo_where_(self, flag: Tensor) -> None:
-        """Puts everything on the guard's device back where the 0-dim ``flag`` is 1, decided on the device."""
-        if self._slots:
-            self._undo_where_(flag != 0)
 
     @torch.no_grad()
     def _undo_where_(self, bad: Tensor) -> None:
         for bank in self._banks:
-            if bank.slots[0].saved.device != self._device:
-                continue
-            if current := bank.current():
+            current = bank.current()
+            if current is not None:
                 bank.undo_where_(current, bad)
             else:
                 for slot in bank.slots:
                     slot.undo_where_(bad)
         for slot in self._large:
-            if slot.saved.device == self._device and slot.was_written_to():
+            if slot.was_written_to():
                 slot.undo_where_(bad)
 
+    def _take(self, places: list[tuple[str, dict[str, Any]]]) -> None:
+        slots: dict[Key, _Slot] = {}
+        for path, tensors in places:
+            for key in tensors:
+                identity = (id(tensors), key)
+                slots[identity] = self._slots.get(identity) or _Slot(plain_name(f"{path}.{key}"), tensors, key)
+        self._slots = slots
+        self._sort()
+
     @torch.no_grad()
-    def put_back(self, elsewhere: Copies) -> None:
-        """Puts back what ``note_`` returned."""
-        for key, saved in elsewhere.items():
-            self._slots[key].current.copy_(saved)
-
-    def _add(self, path: str, tensors: dict[str, Any], *, watch: bool) -> None:
-        for key, tensor in tensors.items():
-            identity = (id(tensors), key)
-            if identity in self._slots or tensor is None or tensor.layout is not torch.strided:
-                continue
-            finite = watch and tensor.is_floating_point() and not bool(nonfinite([tensor], tensor.device))
-            saved = tensor.detach().clone()
-            self._slots[identity] = _Slot(f"{path}.{key}".lstrip("."), tensors, key, saved, watched=finite)
-
     def _sort(self) -> None:
-        """Puts the slots into banks by kind; what no longer fits gets a new copy."""
-        kinds: dict[tuple[torch.device, torch.dtype, bool], list[_Slot]] = {}
-        self._large = []
-        for slot in self._slots.values():
+        """Puts the slots where they are dealt with, each with a copy of what is there now."""
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[_Slot], list[Tensor]]] = {}
+        self._large, self._loose = [], {}
+        for key, slot in self._slots.items():
             now = slot.current
-            slot.saved = now.detach().clone()
-            if now.numel() >= _LARGE:
+            if now is None or now.layout is not torch.strided or now.device != self._device or _overlaps(now):
+                slot.saved = None if now is None else now.detach().clone()
+                slot.note_()
+                self._loose[key] = slot
+            elif now.numel() >= _LARGE:
+                slot.saved = now.detach().clone()
                 slot.note_()
                 self._large.append(slot)
-            elif now.numel():
-                kinds.setdefault((now.device, now.dtype, slot.watched), []).append(slot)
-        self._banks = [_Bank(slots) for slots in kinds.values()]
+            else:
+                members, tensors = kinds.setdefault((now.device, now.dtype), ([], []))
+                members.append(slot)
+                tensors.append(now)
+        self._banks = [_Bank(slots, tensors) for slots, tensors in kinds.values()]
+
+
+def _where_finite(before: Tensor, now: Tensor) -> Tensor:
+    """Absolute values of ``now``, and 0 where ``before`` was NaN or Inf."""
+    return torch.where(before.abs() < math.inf, now.abs(), torch.zeros_like(now))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether several elements share memory, as after ``expand``, or there are none: a kernel cannot write these."""
+    return tensor.numel() == 0 or any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanguard.mailbox import Letter
-from nanguard.measure import Layout
+from nanguard.measure import NO_LAYOUT, Layout
 from nanguard.rng import RngState
 from nanguard.schedule import ScheduleNote
 from nanguard.undo import Copies, Undo
@@ -57,13 +57,13 @@ class Window:
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
-    layout: Layout | None = None
+    layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True
 
     def afresh(self) -> Window:
         """The same step, not yet run."""
-        return replace(self, losses=[], flags=[], layout=None, letter=None)
+        return replace(self, losses=[], flags=[], letter=None)
 
     def show_mean(self) -> None:
         if self.shown is not None:

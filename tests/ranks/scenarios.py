@@ -108,7 +108,7 @@ class Setup:
         wrapped: bool = True,
     ) -> None:
         torch.manual_seed(0)
-        self.model: nn.Module = MODELS[model]()
+        self.model: Any = MODELS[model]()
         params = [p for name, p in self.model.named_parameters() if name != "spare"]
         if wrapped:
             self.model = DistributedDataParallel(self.model, **(ddp or {}))
@@ -334,14 +334,20 @@ class Unsized:
 
 
 def accumulation(*, sync: str, style: str, loader: str = "list") -> Result:
-    """Two epochs of 7 micro-batches, two to a step, so that each epoch ends with a step of one."""
+    """Two epochs of 7 micro-batches, two to a step, so that each epoch ends with a step of one.
+
+    A smaller step has the mean of what it has, but in an own loop, where the guard cannot know that no more will come.
+    Where it is not known which micro-batch is the last, DDP has to reduce them all.
+    """
     data = batches(7)
     plain = Setup()
     for _ in range(2):
         for chunk in chunks(data):
+            divisor = 2 if style == "own loop" else len(chunk)
             for place, batch in enumerate(chunk, start=1):
-                with contextlib.nullcontext() if place == len(chunk) else plain.model.no_sync():  # type: ignore[operator]
-                    (loss_fn(plain.model, batch) / len(chunk)).backward()
+                reduces = place == len(chunk) or loader != "list"
+                with contextlib.nullcontext() if reduces else plain.model.no_sync():
+                    (loss_fn(plain.model, batch) / divisor).backward()
             plain.step()
 
     ours = Setup()
@@ -356,7 +362,7 @@ def accumulation(*, sync: str, style: str, loader: str = "list") -> Result:
         else:
             for chunk in guard.epoch(list(chunks(data))):
                 for place, batch in enumerate(chunk, start=1):
-                    with contextlib.nullcontext() if place == len(chunk) else ours.model.no_sync():  # type: ignore[operator]
+                    with contextlib.nullcontext() if place == len(chunk) else ours.model.no_sync():
                         with guard.autocast():
                             loss = loss_fn(ours.model, batch)
                         guard.backward(loss)
@@ -371,12 +377,13 @@ def chunks(data: list[Any]) -> Iterator[list[Any]]:
         yield data[start : start + 2]
 
 
-def bad_microbatch(*, sync: str) -> Result:
-    """A NaN gradient on rank 1 in the first micro-batch of step 2, which DDP does not reduce by itself."""
+def bad_microbatch(*, sync: str, loader: str = "list") -> Result:
+    """A NaN gradient on rank 1 in the first micro-batch of step 2, which DDP does not reduce alone if it can help."""
     ours = Setup()
     guard = ours.guard(sync=sync, accumulate=2)
+    data = batches(11)
     with inject(guard, fault("gradient", 2, rank=1, times=1)) as injector:
-        for batch in guard.epoch(batches(11)):
+        for batch in guard.epoch(data if loader == "list" else Unsized(data)):
             guard.step(loss_fn, batch)
     ours.meet()
     return {

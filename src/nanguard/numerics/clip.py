@@ -123,12 +123,12 @@ class NormWindow:
         spread = torch.where(valid, self._values - mean.unsqueeze(1), 0.0).square().sum(1)
         limit = mean + self._options.threshold * (spread / (seen.squeeze(1) - 1)).sqrt()
         ceiling = math.inf if max_norm is None else max_norm
-        warm = self._count >= self._options.warmup
+        warm = (self._count >= self._options.warmup) & (limit > 0)
         return torch.where(warm, limit.clamp(max=ceiling), ceiling)
 
     def add_(self, norms: Tensor, skip: Tensor | None = None) -> None:
         """Remembers the norms of a step, unless ``skip`` (a 0-dim tensor) is non-zero. Does not sync."""
-        keep = torch.isfinite(norms)
+        keep = torch.isfinite(norms) & (norms > 0)  # a frozen group has nothing to teach
         if skip is not None:
             keep = keep & (skip == 0)
         here = self._places == (self._count % self._options.window).unsqueeze(1)
@@ -152,6 +152,7 @@ class NormWindow:
 
 def _unit_norms(tensor: Tensor) -> Tensor:
     """Norm of each row or filter, in float64 and shaped to broadcast; of the whole where it is a vector."""
+    tensor = tensor.abs() if tensor.is_complex() else tensor
     unit = tuple(range(1, tensor.ndim)) or None
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=unit, keepdim=unit is not None, dtype=torch.float64)
     return norms

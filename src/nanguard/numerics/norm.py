@@ -53,8 +53,13 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool =
     return norms
 
 
-def combine(groups: Sequence[Tensor]) -> Tensor:
-    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync."""
+def combine(groups: Sequence[Tensor], *, alike: bool = True) -> Tensor:
+    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync.
+
+    Where the members are not ``alike`` they may be float64, whose norms cannot be squared either.
+    """
+    if not alike:
+        return torch.stack([_norm_of_float64(group) for group in groups])
     if len(groups) > 4:
         return torch.stack(list(_compat.foreach_norm(groups, 2.0)))
     norms = groups[0].new_empty(len(groups))  # a kernel each is quicker for a few

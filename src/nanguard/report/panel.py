@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nanguard.records import Incident, Reading
@@ -65,13 +66,13 @@ def _noun(reading: Reading) -> str:
 
 def _found(reading: Reading) -> str:
     parts = []
+    elsewhere = "of another rank"
     if "loss" in reading.found:
-        parts.append(f"loss {reading.loss:g}")
+        parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else f'{reading.loss:g}'}")
     if "gradients" in reading.found:
-        named = f"of {_listed(reading.gradients)}" if reading.gradients else "of another rank"
-        parts.append(f"gradients {named}")
+        parts.append(f"gradients {f'of {_listed(reading.gradients)}' if reading.gradients else elsewhere}")
     if "buffers" in reading.found:
-        parts.append(f"buffers {_listed(reading.buffers)}")
+        parts.append(f"buffers {_listed(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"
 
 
