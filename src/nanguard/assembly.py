@@ -62,6 +62,8 @@ def assemble(
     _check_choice("schedule_per", schedule_per, ("step", "epoch"))
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
+    _check_type("policy", policy, Policy)
+    _check_type("loss_scale", loss_scale, LossScale | None)
     device = optimizers[0].param_groups[0]["params"][0].device
     if device.type == "mps":
         raise ValueError("the model is on MPS, which has no float64 to sum norms in: use a CPU or a CUDA GPU")
@@ -133,7 +135,7 @@ def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """One, _several or none, as a tuple."""
+    """One, several or none, as a tuple."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
@@ -141,7 +143,9 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}; put _several into a ModuleDict")
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}; put several into a ModuleDict")
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        raise ValueError("the model has lazy modules that do not know their shapes yet: run one forward pass first")
     if _compat.is_sharded(model):
         raise ValueError(
             "the model's parameters are sharded over ranks (FSDP or DTensor), and their norms are not complete on any "
@@ -158,6 +162,11 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
             f"{len(halves) - 1} more) cannot be unscaled without losing them: keep the parameters in fp32, "
             "model.float(), and let autocast run them in fp16"
         )
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}")
 
 
 def _check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:

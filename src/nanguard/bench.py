@@ -7,7 +7,9 @@ asks before the optimizers step, ``late`` lets the device decide.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from nanguard.agree import Ranks
 from nanguard.clipper import Clipper
+from nanguard.errors import NonFiniteError
 from nanguard.journal import Journal
 from nanguard.measure import Board, Group, Reply, Roll
 from nanguard.naming import names_of, unwrapped
@@ -28,6 +31,8 @@ from nanguard.schedule import Schedule
 from nanguard.shield import Shield
 from nanguard.undo import Undo
 from nanguard.window import Microbatch, Window
+
+log = logging.getLogger("nanguard")
 
 
 @dataclass(slots=True)
@@ -61,16 +66,12 @@ class Bench:
         """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
         ddp: Any = self.model
         reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
-        try:
-            with reduction:
-                self.begin_microbatch(window)
-                with self.precision.autocast():
-                    result = micro.loss_fn(self.model, micro.batch)
-                loss, *aux = result if isinstance(result, tuple) else (result,)
-                loss = self.backward(window, loss)
-        except BaseException:
-            self.clear()
-            raise
+        with self.leaving_no_trace(), reduction:
+            self.begin_microbatch(window)
+            with self.precision.autocast():
+                result = micro.loss_fn(self.model, micro.fresh_batch())
+            loss, *aux = result if isinstance(result, tuple) else (result,)
+            loss = self.backward(window, loss)
         return loss, tuple(aux)
 
     def begin_microbatch(self, window: Window) -> None:
@@ -164,6 +165,30 @@ class Bench:
             self.salvage.buffers.watch_buffers(unwrapped(self.model))
         self.roll.look_again(self.model)
         self.names = names_of(self.model)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """What raises inside, an interrupt too, leaves nothing of its step; a halt has seen to that itself."""
+        try:
+            yield
+        except NonFiniteError:
+            raise
+        except BaseException:
+            self.clear()
+            raise
+
+    def drop_unfinished(self) -> None:
+        """Lets go of a step that was begun and will not be finished."""
+        if self.window is not None and self.window.losses:
+            passes = len(self.window.losses)
+            log.warning("step %d was left in the middle: its %d backward passes are dropped", self.window.step, passes)
+            self.clear()
+        self.window = None
 
     def clear(self) -> None:
         """Leaves nothing of a step that was not finished."""

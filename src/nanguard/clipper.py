@@ -33,7 +33,7 @@ class Clipper:
 
     def __init__(self, how: Clip, max_norm: float | None, device: torch.device) -> None:
         require_max_norm(max_norm)
-        if isinstance(how, str) and how not in ("group", "global", *_NAMED):
+        if not isinstance(how, (AGC, ZScore)) and how not in ("group", "global", *_NAMED):
             raise ValueError(
                 f"clip must be 'group', 'global', 'agc', 'zscore', or an AGC or ZScore object, got {how!r}"
             )

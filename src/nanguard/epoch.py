@@ -15,22 +15,27 @@ class Epoch(Generic[T]):
         self,
         loader: Iterable[T],
         *,
-        begin: Callable[[], None],
+        begin: Callable[[], int],
         at: Callable[[int, bool | None], None],
         end: Callable[[], None],
+        leave: Callable[[int], None],
     ) -> None:
         self._loader = loader
-        self._begin, self._at, self._end = begin, at, end
+        self._begin, self._at, self._end, self._leave = begin, at, end, leave
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
         length = _length(self._loader)
-        self._begin()
+        number = self._begin()
         for position, batch in enumerate(self._loader):
             self._at(position, None if length is None else position + 1 == length)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left
+                self._leave(number)
+                raise
         self._end()
 
 

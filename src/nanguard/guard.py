@@ -3,7 +3,7 @@
     note ─► forward, backward ─► measure ─► agree ─► protect ─► (host) judge ─► decide ─► act ─► record
 
 ``eager`` lets the host read the measurement before the optimizers step, ``late`` lets the device decide and tells the
-host afterwards. Nothing below calls back into the guard.
+host afterwards.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Guard:
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
 
-    def step(self, loss_fn: LossFn, batch: Any = _NOTHING, *, microbatches: Sequence[Any] | None = None) -> Any:
+    def step(self, loss_fn: LossFn, batch: Any = _NOTHING, *, microbatches: Iterable[Any] | None = None) -> Any:
         """One guarded step: forward under autocast, backward, measure, protect, schedule, ``zero_grad``.
 
         ``loss_fn(model, batch)`` returns the loss, or ``(loss, aux)``; what comes back is the same with the loss
@@ -124,18 +124,20 @@ class Guard:
                 "guard.step() was called between guard.backward() and guard.update(): finish that step with "
                 "guard.update() first, or use guard.step() alone"
             )
+        if window is not None and window.rerunnable and window.in_microbatch:
+            raise ProtocolError("guard.step() was called by the loss function of another guard.step()")
         if (batch is _NOTHING) == (microbatches is None):
             raise ValueError("guard.step() takes either a batch or microbatches=[...]")
         if microbatches is None:
             return self._step_on_one(loss_fn, batch)
-        return self._step_on_many(loss_fn, microbatches)
+        return self._step_on_many(loss_fn, list(microbatches))
 
     def epoch(self, loader: Iterable[T]) -> Epoch[T]:
         """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
 
         Micro-batches left over when the loader ends make a last, smaller step.
         """
-        return Epoch(loader, begin=self._begin_epoch, at=self._at, end=self._end_epoch)
+        return Epoch(loader, begin=self._begin_epoch, at=self._at, end=self._end_epoch, leave=self._leave_epoch)
 
     # ---- a loop of the user's own --------------------------------------------------------------------------------
 
@@ -174,9 +176,8 @@ class Guard:
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
 
-        Run a few steps as usual, call ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and
-        update). Inside the graph the latch protects as ever. Steps in flight behind a bad one count as lost, since
-        their inputs have been overwritten.
+        Run a few steps as usual, ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and update).
+        Steps in flight behind a bad one count as lost, since their inputs have been overwritten.
         """
         if self._late is None or self._captured is None:
             raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
@@ -298,6 +299,7 @@ class Guard:
         window = self._bench.window
         if window is None or not window.rerunnable:
             window = self._open(rerunnable=True, divisor=self._accumulate)
+            self._bench.shield.zero_grad()  # another loss, or another guard, may have left something
         ends = len(window.losses) + 1 == window.divisor
         # Where the loader has no length any batch may be the last one, so ranks then average after each.
         micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch is not False)
@@ -314,18 +316,19 @@ class Guard:
                 f"accumulate={self._accumulate}"
             )
         window = self._open(rerunnable=True, divisor=len(batches))
+        self._bench.shield.zero_grad()
         auxes = []
         for place, batch in enumerate(batches, start=1):
             micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
             _, aux = self._run(window, micro)
-            auxes.append(aux)
+            auxes.append(aux[0] if len(aux) == 1 else aux)
         window.shown = window.mean_loss().clone()
         self._finish(window)
-        return (window.shown, [aux[0] for aux in auxes]) if auxes[0] else window.shown
+        return window.shown if auxes[0] == () else (window.shown, auxes)
 
     def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
         rng = None
-        if self._late is not None and not self._is_capturing():
+        if self._late is not None and not self._bench.is_capturing:
             rng = self._late.dice.now(self.current_step)
         averages_ranks = isinstance(self._bench.model, DistributedDataParallel)
         return Microbatch(loss_fn, batch, rng, reduce_gradients=is_last or not averages_ranks)
@@ -339,7 +342,7 @@ class Guard:
 
     def _open(self, *, rerunnable: bool, divisor: int) -> Window:
         """Begins a step: hears of what is due, then notes what the step may change."""
-        if not self._is_capturing():
+        if not self._bench.is_capturing:
             self._mode.before()
         elif self._late is None or not self._late.is_settled:
             raise ProtocolError(
@@ -360,32 +363,38 @@ class Guard:
 
     def _finish(self, window: Window) -> None:
         self._bench.window = None
-        if self._late is not None and self._is_capturing():
+        if self._late is not None and self._bench.is_capturing:
             self._late.protect(window)
             self._captured = window  # which computes nothing yet
         else:
             self._num_steps += 1
-            self._mode.finish(window)
-
-    def _is_capturing(self) -> bool:
-        return self._bench.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            with self._bench.leaving_no_trace():
+                self._mode.finish(window)
 
     # ---- epochs --------------------------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> None:
-        if self._bench.window is not None:  # the last epoch was left in the middle of a step
-            self._bench.clear()
+    def _begin_epoch(self) -> int:
+        if self._batch is not None:  # the last epoch was left early
+            self._end_epoch()
+        self._bench.drop_unfinished()
         self.settle()
         self._num_epochs += 1
         self._bench.look_again()
+        return self._num_epochs
 
     def _at(self, position: int, is_last: bool | None) -> None:
         self._batch, self._ends_epoch = position, is_last
 
+    def _leave_epoch(self, number: int) -> None:
+        if number == self._num_epochs:  # a generator may be closed long after its loop was left
+            self._bench.drop_unfinished()
+            self._ends_epoch = False
+
     def _end_epoch(self) -> None:
         window = self._bench.window
-        if window is not None and window.rerunnable:
+        if window is not None and window.rerunnable and self._ends_epoch is not False:
             self._finish(window)
+        self._bench.drop_unfinished()
         self.settle()
         self._batch, self._ends_epoch = None, False
         self._bench.schedule.tick_epoch()

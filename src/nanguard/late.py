@@ -42,6 +42,7 @@ class Late:
         self.dice = Dice(bench.device)
         self._in_flight: deque[Window] = deque()
         self.latch = torch.zeros((), device=bench.device)
+        self._modules = list(bench.model.modules())
 
     def before(self) -> None:
         """Hears of the steps that are due, before the next one begins."""
@@ -50,11 +51,13 @@ class Late:
 
     def settle(self) -> None:
         window = self._bench.window
-        if window is not None and window.rerunnable and self._in_flight:
+        if window is not None and window.losses and self._in_flight:
             raise ProtocolError(
-                f"guard.settle() was called while guard.step() has {len(window.losses)} of {window.divisor} "
-                "micro-batches: steps in flight may have to run again first. Call it between steps"
+                f"guard.settle() was called in the middle of a step, after {len(window.losses)} backward passes and "
+                "before its update: steps in flight may have to run again first. Call it between steps"
             )
+        if self._in_flight:
+            self._bench.window = None  # one that has only begun begins anew
         while self._in_flight:
             self._hear()
 
@@ -67,6 +70,7 @@ class Late:
         window.elsewhere = [(undo, undo.note_()) for undo in (bench.buffers, self._averages)]
         window.schedule = bench.schedule.note()
         window.num_states = bench.shield.num_states()
+        window.training = [module.training for module in self._modules]
 
     def finish(self, window: Window) -> None:
         self.protect(window)
@@ -153,24 +157,39 @@ class Late:
         if rerun:
             self._run_again(rerun)
 
+    @torch.enable_grad()
     def _run_again(self, wake: list[Window]) -> None:
-        """The steps of the wake, in order, each with the random numbers it had; afterwards as if it had been first."""
+        """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
+        bench, waiting = self._bench, deque(wake)
+        rng, schedule, training = self.dice.now(), bench.schedule.note(), [m.training for m in self._modules]
+        try:
+            while waiting:
+                self._run_one_again(waiting[0])
+                waiting.popleft()
+        finally:
+            rng.restore(bench.device)
+            self._set_training(training)
+            if not bench.schedule.is_ours:
+                bench.schedule.restore(schedule)
+            bench.journal.counts.update(rerun=-len(waiting), lost=len(waiting))
+
+    def _run_one_again(self, window: Window) -> None:
         bench = self._bench
-        rng, schedule = self.dice.now(), bench.schedule.note()
-        for window in wake:
-            if not bench.schedule.is_ours and window.schedule is not None:
-                bench.schedule.restore(window.schedule)
-            again = bench.window = window.afresh()
-            self.note(again)
-            bench.ranks.forget_()
-            for micro in again.microbatches:
-                if micro.rng is not None:
-                    micro.rng.restore(bench.device)
-                loss, _ = bench.forward_backward(again, micro)
-                micro.show(loss)
-            again.show_mean()
-            self.finish(again)
-            bench.window = None
-        rng.restore(bench.device)
-        if not bench.schedule.is_ours:
-            bench.schedule.restore(schedule)
+        if not bench.schedule.is_ours and window.schedule is not None:
+            bench.schedule.restore(window.schedule)
+        self._set_training(window.training)
+        again = bench.window = window.afresh()
+        self.note(again)
+        bench.ranks.forget_()
+        for micro in again.microbatches:
+            if micro.rng is not None:
+                micro.rng.restore(bench.device)
+            loss, _ = bench.forward_backward(again, micro)
+            micro.show(loss)
+        again.show_mean()
+        bench.window = None
+        self.finish(again)
+
+    def _set_training(self, flags: list[bool]) -> None:
+        for module, flag in zip(self._modules, flags, strict=True):
+            module.training = flag

@@ -32,7 +32,7 @@ class Reading:
     """What was measured of one step. ``batch`` is its position in the epoch, None outside ``guard.epoch``.
 
     ``found`` says what was non-finite, on this rank or any other: it is the same on all of them. ``gradients`` and
-    ``buffers`` name what was so on this rank; ``ranks`` are those that saw something of their own, if there are several.
+    ``buffers`` name what was so on this rank; ``ranks`` are those that saw something of their own.
     ``norms`` are gradient norms before clipping, one for each parameter group (a single one with ``clip="global"``).
     """
 

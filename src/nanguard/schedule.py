@@ -13,11 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 Options = dict[str, Any]
 
 
+_SCHEDULED = ("lr", "momentum", "betas")
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleNote:
-    """Options of all parameter groups and states of all schedulers, as they were."""
+    """Options of the parameter groups of each optimizer, and states of all schedulers, as they were."""
 
-    options: list[Options]
+    options: list[list[Options]]
     schedulers: list[Options]
 
 
@@ -48,23 +51,23 @@ class Schedule:
                 scheduler.step()
 
     def note(self) -> ScheduleNote:
+        """Where the guard moves the learning rate, what schedulers move; else everything, for it is the user's."""
+        keys = _SCHEDULED if self._schedulers else None
         return ScheduleNote(
-            [_copied_options(group) for group in self._param_groups()],
+            [[_copied_options(group, keys) for group in optimizer.param_groups] for optimizer in self._optimizers],
             [_copied_options(scheduler.state_dict()) for scheduler in self._schedulers],
         )
 
     def restore(self, note: ScheduleNote) -> None:
-        for group, options in zip(self._param_groups(), note.options, strict=False):
-            for key, value in options.items():
-                if isinstance(value, torch.Tensor):
-                    group[key].copy_(value)  # a tensor learning rate may be part of a compiled or captured step
-                else:
-                    group[key] = _copied(value)
+        for optimizer, groups in zip(self._optimizers, note.options, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=False):  # one may have been added since
+                for key, value in options.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key].copy_(value)  # a tensor learning rate may be part of a compiled or captured step
+                    else:
+                        group[key] = _copied(value)
         for scheduler, state in zip(self._schedulers, note.schedulers, strict=True):
             scheduler.load_state_dict(_copied_options(state))
-
-    def _param_groups(self) -> list[Options]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
 
 def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
@@ -85,9 +88,9 @@ def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Opt
             )
 
 
-def _copied_options(options: Options) -> Options:
+def _copied_options(options: Options, keys: Sequence[str] | None = None) -> Options:
     """A copy that later steps do not reach into; parameters are not options."""
-    copied = {**options}
+    copied = {**options} if keys is None else {key: options[key] for key in keys if key in options}
     copied.pop("params", None)
     for key, value in copied.items():
         if isinstance(value, (torch.Tensor, list, dict)):
@@ -98,4 +101,8 @@ def _copied_options(options: Options) -> Options:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
+    if type(value) is list:
+        return [_copied(v) for v in value]
+    if type(value) is dict:
+        return {k: _copied(v) for k, v in value.items()}
     return value.copy() if isinstance(value, (list, dict)) else value

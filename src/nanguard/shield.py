@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard import _compat
+from nanguard.errors import ProtocolError
 
 
 class Shield:
@@ -21,6 +22,7 @@ class Shield:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
+        self._has_stepped = False
 
     @property
     def skips_on_device(self) -> bool:
@@ -42,7 +44,9 @@ class Shield:
 
     def step_unless(self, flag: Tensor) -> None:
         """Steps all optimizers, or none where the 0-dim float32 ``flag`` is 1. Does not sync."""
+        self._has_stepped = True
         for optimizer in self.optimizers:
+            _check_still_fused(optimizer)
             scale = getattr(optimizer, "grad_scale", None)
             optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
             try:
@@ -66,6 +70,7 @@ class Shield:
         return any(
             p.grad is not None and p not in optimizer.state
             for optimizer in self.optimizers
+            if optimizer.state or not self._has_stepped  # plain SGD never makes any
             for group in optimizer.param_groups
             for p in group["params"]
         )
@@ -114,6 +119,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
                     f"a parameter of shape {tuple(p.shape)} is in two optimizers, {seen[id(p)]} and {name}"
                 )
         seen.update((id(p), name) for p in params)
+
+
+def _check_still_fused(optimizer: Optimizer) -> None:
+    if any(group.get("fused", True) in (False, None) for group in optimizer.param_groups):
+        raise ProtocolError(
+            f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after loading "
+            "the state of one that was not: set group['fused'] = True in its param_groups, or use sync='eager'"
+        )
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

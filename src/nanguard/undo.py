@@ -46,9 +46,7 @@ class _Slot:
     def fits(self) -> bool:
         """Whether the copy is one of what is there now: a program may have put in a tensor of another shape or kind."""
         now, saved = self.current, self.saved
-        if now is None or saved is None:
-            return now is saved
-        return now.shape == saved.shape and now.dtype is saved.dtype and now.device == saved.device
+        return now is saved if now is None or saved is None else _alike(now, saved)
 
     def was_written_to(self) -> bool:
         now = self.current
@@ -62,12 +60,13 @@ class _Slot:
             self.saved.copy_(now)
         self.origin, self.version = now, None if now is None else _compat.version(now)
 
-    def undo_(self) -> None:
+    def put_(self, saved: Tensor | None) -> None:
+        """Puts ``saved`` in place, into the tensor that is there where it can be."""
         now = self.current
-        if now is not None and self.saved is not None and self.fits and not _overlaps(now):
-            now.copy_(self.saved)
+        if now is not None and saved is not None and _alike(now, saved) and not _overlaps(now):
+            now.copy_(saved)
         elif self.key in self.owner:
-            self.owner[self.key] = None if self.saved is None else self.saved.clone()
+            self.owner[self.key] = None if saved is None else saved.clone()
 
     def undo_where_(self, bad: Tensor) -> None:
         now = self.current
@@ -160,16 +159,14 @@ class Undo:
         """Puts everything back."""
         for slot in self._slots.values():
             if slot.was_written_to() or not any(slot is large for large in self._large):
-                slot.undo_()
+                slot.put_(slot.saved)
 
     @torch.no_grad()
     def put_back(self, copies: Copies) -> None:
         """Puts back what ``note_`` returned."""
         for key, saved in copies.items():
-            slot = self._slots.get(key)
-            if slot is not None:
-                slot.saved = saved
-                slot.undo_()
+            if key in self._slots:
+                self._slots[key].put_(saved)
 
     @torch.no_grad()
     def _note_(self) -> Copies:
@@ -250,6 +247,10 @@ class Undo:
 def _where_finite(before: Tensor, now: Tensor) -> Tensor:
     """Absolute values of ``now``, and 0 where ``before`` was NaN or Inf."""
     return torch.where(before.abs() < math.inf, now.abs(), torch.zeros_like(now))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
 
 
 def _overlaps(tensor: Tensor) -> bool:

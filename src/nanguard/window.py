@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,8 @@ LossFn = Callable[[Any, Any], Any]
 class Microbatch:
     """One call of the loss function, with all that is needed to make it again.
 
-    ``shown`` is the loss that the user was given: when the step runs again it gets the new value.
+    A dict or list is passed on as a copy, since loss functions take things out of them. ``shown`` is the loss that the
+    user was given: when the step runs again it gets the new value.
     """
 
     loss_fn: LossFn
@@ -30,6 +32,11 @@ class Microbatch:
     rng: RngState | None
     reduce_gradients: bool
     shown: Tensor | None = None
+
+    def fresh_batch(self) -> Any:
+        if self.rng is not None and isinstance(self.batch, (list, MutableMapping)):
+            return copy(self.batch)
+        return self.batch
 
     def show(self, loss: Tensor) -> None:
         if self.shown is not None:
@@ -57,6 +64,7 @@ class Window:
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
+    training: list[bool] = field(default_factory=list)
     layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True
