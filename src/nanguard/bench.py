@@ -86,20 +86,21 @@ class Bench:
         Returns the loss, detached and 0-dim.
         """
         _check_loss(loss)
-        loss = loss.reshape(())
-        window.losses.append(loss.detach())
+        loss = loss if loss.ndim == 0 else loss.reshape(())
+        seen = loss.detach()
+        window.losses.append(seen)
         window.in_microbatch = False
         mean = loss if window.divisor == 1 else loss / window.divisor
         scaled = mean if self.scaler is None else self.scaler.scaled(mean)
         if self.salvage is None:
             scaled.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
+            return seen
         params = [p for group in self.shield.groups() for p in group]
         self.salvage.set_aside(params)
         scaled.backward()  # type: ignore[no-untyped-call]
         # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
-        window.flags.append(self.salvage.join(params, loss.detach(), judge_gradients=self.scaler is None))
-        return loss.detach()
+        window.flags.append(self.salvage.join(params, seen, judge_gradients=self.scaler is None))
+        return seen
 
     def gather(self, window: Window) -> list[Group]:
         """The gradients of a step, unscaled, and the mean over its micro-batches."""
