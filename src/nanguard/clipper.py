@@ -43,6 +43,8 @@ class Clipper:
         self._device = device
         self._window: NormWindow | None = None
         self._clipped: Tensor | None = None
+        self._factors = torch.empty(0)
+        self._each_factor: Sequence[Tensor] = ()
 
     @property
     def together(self) -> bool:
@@ -81,7 +83,11 @@ class Clipper:
 
     def _clip_groups_(self, groups: Sequence[Group], norms: Tensor, limits: Tensor) -> None:
         dtype = torch.float32 if all(group.alike for group in groups) else torch.float64
-        for group, factor in zip(groups, coefficient(norms, limits, dtype).unbind(), strict=True):
+        if self._factors.shape != norms.shape or self._factors.dtype is not dtype:
+            self._factors = torch.empty_like(norms, dtype=dtype)
+            self._each_factor = self._factors.unbind()
+        coefficient(norms, limits, out=self._factors)
+        for group, factor in zip(groups, self._each_factor, strict=True):
             if group.grads:
                 scale_(group.grads, factor, alike=group.alike)
 

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from nanguard.agree import Ranks
 from nanguard.numerics.finite import raise_flag_
-from nanguard.numerics.norm import are_alike, combine, tensor_norms
+from nanguard.numerics.norm import are_alike, combine_, tensor_norms
 from nanguard.shield import Shield
-
-_SCALE, _VOTES = 0, 1
 
 
 class Group:
@@ -75,19 +73,36 @@ class Layout:
     params: tuple[nn.Parameter, ...]
 
     @property
+    def sizes(self) -> list[int]:
+        """Of the parts, in the order in which they stand."""
+        return [1, self.votes, self.flags, 1, len(self.buffers), *self.groups]
+
+    @property
     def loss_at(self) -> int:
-        return _VOTES + self.votes + self.flags
+        return 1 + self.votes + self.flags
 
     @property
     def params_at(self) -> int:
         return self.loss_at + 1 + len(self.buffers)
 
-    @property
-    def size(self) -> int:
-        return self.params_at + len(self.params)
-
 
 NO_LAYOUT = Layout(0, 0, [], (), ())
+
+
+class _Sheet:
+    """Views of the parts of a board, kept as long as their sizes stay: each view costs the host as much as a kernel."""
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self.filled = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self.scale, self.votes, self.flags, loss, self.buffers, *self.groups = torch.split(self.filled, sizes)
+        self.loss = loss[0]
+        start = sum(sizes[:3])
+        self.measured = self.filled[start:]
+        self.but_gradients = self.filled[start : start + 1 + sizes[4]]
+        self.gradients = self.filled[start + 1 + sizes[4] :]
+        self.norms = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
+        self.each_norm = self.norms.unbind()
 
 
 class Board:
@@ -97,9 +112,8 @@ class Board:
         self._device = device
         self._ranks = ranks
         self._one = torch.ones((), device=device)
-        self._values = torch.zeros(64, dtype=torch.float64, device=device)
         self.layout = NO_LAYOUT
-        self.norms = self._values[:0]
+        self._sheet = _Sheet(NO_LAYOUT.sizes, device)
 
     def fill_(
         self,
@@ -113,56 +127,50 @@ class Board:
         """``buffers`` are names, and vectors with one largest absolute value for each of them."""
         names, peaks = buffers
         params = tuple(chain.from_iterable(group.params for group in groups))
-        sizes = [len(group.params) for group in groups]
-        at = self.layout = Layout(self._ranks.votes, len(flags), sizes, names, params)
-        if at.size > len(self._values):
-            self._values = torch.zeros(2 * at.size, dtype=torch.float64, device=self._device)
+        members = [len(group.params) for group in groups]
+        self.layout = Layout(self._ranks.votes, len(flags), members, names, params)
+        sizes = self.layout.sizes
+        if sizes != self._sheet.sizes:
+            self._sheet = _Sheet(sizes, self._device)
+        sheet = self._sheet
+        sheet.loss.copy_(loss)
         if scale is not None:
-            self._values[_SCALE].copy_(scale)
+            sheet.scale.copy_(scale)
         if flags:
-            start = _VOTES + at.votes
-            self._values[start : start + at.flags].copy_(torch.stack(list(flags)))
-        self.loss.copy_(loss)
+            sheet.flags.copy_(torch.stack(list(flags)))
         if peaks:
-            self._values[at.loss_at + 1 : at.params_at].copy_(torch.cat([p.to(self._device) for p in peaks]))
-        norms = self._gradient_norms(groups)
+            sheet.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
+        alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
+        norms = tensor_norms([g for group in groups for g in group.grads], alike=alike)
         if norms:
-            torch.stack(norms, out=self._values[at.params_at : at.size])
-        parts = torch.split(self._values[at.params_at : at.size], sizes)
-        self.norms = combine(parts, alike=all(group.alike for group in groups))
-
-    def _gradient_norms(self, groups: Sequence[Group]) -> list[Tensor]:
-        if all(group.alike for group in groups):
-            # One call for all groups, as long as they are of one kind.
-            grads = list(chain.from_iterable(group.grads for group in groups))
-            return list(tensor_norms(grads, alike=are_alike([group.grads[0] for group in groups if group.grads])))
-        norms = chain.from_iterable(tensor_norms(group.grads) for group in groups)
-        return [norm.to(self._device) for norm in norms]
+            here = norms if alike else [norm.to(self._device) for norm in norms]
+            torch.stack(list(here), out=sheet.gradients)
+        combine_(sheet.norms, sheet.each_norm, sheet.groups, alike=alike)
 
     @property
     def filled(self) -> Tensor:
-        return self._values[: self.layout.size]
+        return self._sheet.filled
+
+    @property
+    def norms(self) -> Tensor:
+        """Of the gradients of each group."""
+        return self._sheet.norms
 
     def raise_flag_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 where loss, buffers or gradients are non-finite."""
-        raise_flag_(flag, self._values[self.layout.loss_at : self.layout.size], self._one)
+        raise_flag_(flag, self._sheet.measured, self._one)
 
     def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 where loss or buffers are non-finite."""
-        raise_flag_(flag, self._values[self.layout.loss_at : self.layout.params_at], self._one)
-
-    @property
-    def loss(self) -> Tensor:
-        return self._values[self.layout.loss_at]
+        raise_flag_(flag, self._sheet.but_gradients, self._one)
 
     def agree_(self) -> Tensor | None:
         """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
         if not self._ranks.votes:
             return None
-        at = self.layout
-        loss, buffers, gradients = torch.split(self._values[at.loss_at : at.size], [1, len(at.buffers), len(at.params)])
-        votes = self._ranks.vote(loss, buffers, gradients)
-        self._values[_VOTES : _VOTES + self._ranks.votes].copy_(votes)
+        sheet = self._sheet
+        votes = self._ranks.vote(sheet.loss.reshape(1), sheet.buffers, sheet.gradients)
+        sheet.votes.copy_(votes)
         return self._ranks.any(votes)
 
 
@@ -175,7 +183,7 @@ class Reply:
 
     @property
     def votes(self) -> list[float]:
-        return self.values[_VOTES : _VOTES + self.layout.votes]
+        return self.values[1 : 1 + self.layout.votes]
 
     @property
     def is_finite(self) -> bool:
@@ -184,7 +192,7 @@ class Reply:
 
     @property
     def scale(self) -> float:
-        return self.values[_SCALE]
+        return self.values[0]
 
     @property
     def loss(self) -> float:
@@ -202,7 +210,7 @@ class Reply:
     @property
     def dropped(self) -> tuple[int, ...]:
         """Places of the micro-batches that were left out."""
-        start = _VOTES + self.layout.votes
+        start = 1 + self.layout.votes
         return tuple(i for i, flag in enumerate(self.values[start : start + self.layout.flags]) if flag)
 
     @property
@@ -213,5 +221,5 @@ class Reply:
 
     @property
     def bad_params(self) -> tuple[nn.Parameter, ...]:
-        norms = self.values[self.layout.size - len(self.layout.params) :]
+        norms = self.values[self.layout.params_at :]
         return tuple(p for p, norm in zip(self.layout.params, norms, strict=True) if not math.isfinite(norm))

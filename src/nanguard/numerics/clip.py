@@ -61,9 +61,9 @@ def require_max_norm(max_norm: float | None) -> None:
         _require_positive("max_norm", max_norm, "; pass None to turn clipping off")
 
 
-def coefficient(norms: Tensor, limits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def coefficient(norms: Tensor, limits: Tensor, out: Tensor | None = None) -> Tensor:
     """What to multiply gradients of these norms by so that they keep these limits; at most 1. Does not sync."""
-    return torch.div(limits, norms, out=torch.empty_like(norms, dtype=dtype)).clamp_(max=1.0)
+    return torch.div(limits, norms, out=out).clamp_(max=1.0)
 
 
 def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor]) -> Tensor:

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from nanguard import _compat
 
+_LOW = {torch.float32, torch.bfloat16, torch.float16}
+
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether one kernel can take them all: strided, real, of one dtype below float64, and of one device."""
     if not tensors:
         return True
-    first = tensors[0]
-    dtype, device = first.dtype, first.device
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    return all(t.dtype is dtype and t.layout is torch.strided and t.device == device for t in tensors)
+    dtypes, layouts, devices = {t.dtype for t in tensors}, {t.layout for t in tensors}, {t.device for t in tensors}
+    return len(dtypes) == len(devices) == 1 and dtypes <= _LOW and layouts == {torch.strided}
 
 
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool = False) -> Sequence[Tensor]:
@@ -54,18 +53,24 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool =
 
 
 def combine(groups: Sequence[Tensor], *, alike: bool = True) -> Tensor:
-    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync.
+    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync."""
+    norms = groups[0].new_empty(len(groups))
+    combine_(norms, norms.unbind(), groups, alike=alike)
+    return norms
+
+
+def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:
+    """``combine`` into a given vector, of which ``each`` are the elements as views. Does not sync.
 
     Where the members are not ``alike`` they may be float64, whose norms cannot be squared either.
     """
     if not alike:
-        return torch.stack([_norm_of_float64(group) for group in groups])
-    if len(groups) > 4:
-        return torch.stack(list(_compat.foreach_norm(groups, 2.0)))
-    norms = groups[0].new_empty(len(groups))  # a kernel each is quicker for a few
-    for norm, group in zip(norms.unbind(), groups, strict=True):
-        torch.linalg.vector_norm(group, out=norm)
-    return norms
+        norms.copy_(torch.stack([_norm_of_float64(group) for group in groups]))
+    elif len(groups) > 4:
+        norms.copy_(torch.stack(list(_compat.foreach_norm(groups, 2.0))))
+    else:
+        for norm, group in zip(each, groups, strict=True):  # a kernel each is quicker for a few
+            torch.linalg.vector_norm(group, out=norm)
 
 
 def torch_norm(tensors: Sequence[Tensor]) -> Tensor | None:
