@@ -37,13 +37,21 @@ COLUMNS = {
 }
 
 
-def newest() -> Path | None:
-    found = sorted(RESULTS.glob("overhead-*.json"), key=lambda path: path.stem[-10:])
-    return found[-1] if found else None
+def newest() -> list[dict[str, Any]]:
+    """The results of the newest date, in the order of their file names: what was measured again counts last."""
+    found = {
+        path: re.search(r"\d{4}-\d\d-\d\d", path.stem)
+        for path in sorted(RESULTS.glob("overhead-*.json"), key=lambda p: p.stem)
+    }
+    dates = {path: match[0] for path, match in found.items() if match}
+    return [json.loads(path.read_text()) for path in dates if dates[path] == max(dates.values())]
 
 
-def table(result: dict[str, Any]) -> str:
-    measured = {(s["model"], s["mode"]): s["variants"] for s in result["sections"]}
+def table(results: list[dict[str, Any]]) -> str:
+    measured: dict[tuple[str, str], dict[str, Any]] = {}
+    for section in (section for result in results for section in result["sections"]):
+        measured.setdefault((section["model"], section["mode"]), {}).update(section["variants"])
+    result = results[-1]
     lines = [f"| | {' | '.join(COLUMNS.values())} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     for variant, title in ROWS.items():
         ratios = [measured.get(column, {}).get(variant, {}).get("ratio", {}).get("median") for column in COLUMNS]
@@ -52,13 +60,13 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{result['machine']}, torch {result['torch']}, {result['date']}."]) + "\n"
 
 
-def filled(readme: str, result: dict[str, Any]) -> str:
-    return MARKED.sub(lambda match: match[1] + table(result) + match[2], readme)
+def filled(readme: str, results: list[dict[str, Any]]) -> str:
+    return MARKED.sub(lambda match: match[1] + table(results) + match[2], readme)
 
 
 if __name__ == "__main__":
-    path = newest()
-    if path is None:
+    results = newest()
+    if not results:
         raise SystemExit(f"no results in {RESULTS}")
-    README.write_text(filled(README.read_text(), json.loads(path.read_text())))
-    print(f"README.md now shows {path.name}")
+    README.write_text(filled(README.read_text(), results))
+    print(f"README.md now shows {len(results)} results of {results[-1]['date']}")
