@@ -62,6 +62,12 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
+def test_every_module_has_its_row_in_the_architecture() -> None:
+    text = (SOURCE.parent.parent / "docs" / "architecture.md").read_text()
+    missing = [name for name in modules() if f"`{name.replace('.', '/')}`" not in text and name != "__main__"]
+    assert missing == []
+
+
 def test_private_names_of_torch_live_in_one_file() -> None:
     offenders = [
         f"{name}: {ast.unparse(node)}"
