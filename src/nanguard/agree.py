@@ -51,7 +51,7 @@ class Ranks:
         return votes
 
     @staticmethod
-    def any(votes: Tensor) -> Tensor:
+    def decision(votes: Tensor) -> Tensor:
         """1 where any rank has anything non-finite, else 0. Gradients that no guarded optimizer owns do not count."""
         return votes.view(-1, _COLUMNS)[:, :_OWN].amax()
 

@@ -110,7 +110,7 @@ class Bench:
             self.scaler.unscale_(grads)
         correction = window.correction()
         if correction is not None and grads:
-            scale_(grads, torch.as_tensor(correction, device=self.device))
+            scale_(grads, correction)
         return groups
 
     def measure(self, window: Window, groups: list[Group]) -> None:

@@ -171,7 +171,7 @@ class Board:
         sheet = self._sheet
         votes = self._ranks.vote(sheet.loss.reshape(1), sheet.buffers, sheet.gradients)
         sheet.votes.copy_(votes)
-        return self._ranks.any(votes)
+        return self._ranks.decision(votes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Window:
         dropped = torch.stack(self.flags)
         return torch.where(dropped != 0, 0.0, losses).sum() / (1 - dropped).sum()
 
-    def correction(self) -> float | Tensor | None:
+    def correction(self) -> Tensor | None:
         """What turns the sum of gradients into their mean over the kept micro-batches; None where it is that already.
 
         In a loop of the user's own only what was dropped is made up for: how often to call backward is theirs to say.
@@ -96,4 +96,4 @@ class Window:
         expected = self.divisor if self.rerunnable else gathered
         if self.flags:
             return expected / (1 - torch.stack(self.flags)).sum()
-        return None if gathered == expected else expected / gathered
+        return None if gathered == expected else self.losses[0].new_full((), expected / gathered, dtype=torch.float64)
