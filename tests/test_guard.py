@@ -452,6 +452,20 @@ class TestWhatItSays:
         assert caplog.text.count("the run goes on without its log") == 1
         assert guard.counts["applied"] == 2
 
+    def test_a_fault_in_the_telling_stops_no_run(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def broken(*_: Any) -> str:
+            raise IndexError("a bug of ours")
+
+        monkeypatch.setattr("nanguard.journal.panel", broken)
+        model, opt, guard = make_guard()
+        for batch in poisoned(make_batches(3), 1):
+            guard.step(loss_fn, batch)
+        assert guard.counts["applied"] == 2
+        assert "step 1 was skipped, but could not be described" in caplog.text
+        assert "a bug of ours" in caplog.text
+
     def test_a_fusable_optimizer_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
         model, opt = build(lambda p: torch.optim.AdamW(p))
         with caplog.at_level(logging.INFO, "nanguard"):

@@ -55,15 +55,23 @@ class Journal:
             return
         self.history.append(outcome)
         incident = self.incidents[-1]
-        event = "incident" if response in ("skip", "halt") else "drop"
-        path = None
-        if self._log is not None:
-            self._log.write(event, number=incident.number, **outcome.as_dict())
-            path = str(self._log.path)
-        if self._speaks and response != "halt":  # a halt says all this in its error
-            log.warning("%s", panel(incident, path))
+        self._tell(incident)
         if response == "halt":
             raise NonFiniteError(halt_message(incident), incident)
+
+    def _tell(self, incident: Incident) -> None:
+        """Into the run log and the terminal. A fault in the telling is logged and never stops a run that is safe."""
+        response = incident.outcome.action.response
+        try:
+            path = None
+            if self._log is not None:
+                event = "incident" if response in ("skip", "halt") else "drop"
+                self._log.write(event, number=incident.number, **incident.outcome.as_dict())
+                path = str(self._log.path)
+            if self._speaks and response != "halt":  # a halt says all this in its error
+                log.warning("%s", panel(incident, path))
+        except Exception:
+            log.exception("step %d was %s, but could not be described", incident.reading.step, _COUNTED[response])
 
     def close(self, *, steps: int) -> None:
         if self._log is not None:
