@@ -64,3 +64,6 @@ def await_files(paths: list[Path]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads now and then abort a process that takes them down in order
