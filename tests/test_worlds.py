@@ -386,3 +386,198 @@ def test_a_buffer_made_in_a_bad_forward_is_gone_again(sync: Any) -> None:
     assert torch.equal(model.seen, clean)
     assert torch.equal(model.peak, clean)
     assert guard.counts["skipped"] == 2
+
+
+# ---- found by trying to break it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_ema", [False, True])
+def test_an_interrupt_in_a_bad_step_freezes_nothing(in_ema: bool) -> None:
+    def run(sync: Any) -> dict[str, Any]:
+        class Ema(torch.optim.swa_utils.AveragedModel):
+            armed = False
+
+            def update_parameters(self, model: nn.Module) -> None:
+                super().update_parameters(model)
+                if self.armed:
+                    raise KeyboardInterrupt
+
+        model, opt = build(ALL["fused AdamW"])
+        ema = Ema(model)
+        guard = nanguard.Guard(model, opt, precision="fp32", sync=sync, ema=ema)
+        batches = make_batches(8)
+        guard.step(loss_fn, batches[0])
+        guard.settle()
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        bad = poisoned(batches, 1)[1]
+        if in_ema and sync == "late":
+            ema.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                guard.step(loss_fn, bad)
+            ema.armed = False
+        elif sync == "late":
+            handle = opt.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                guard.step(loss_fn, bad)
+            handle.remove()
+        else:
+            guard.step(loss_fn, bad)
+        for batch in batches[2:]:
+            guard.step(loss_fn, batch)
+        assert guard.state_dict()["latch"] == 0
+        assert guard.counts["applied"] == 7
+        return everything(model, [opt], ema)
+
+    both(run)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_batch_that_a_module_remembers_is_never_written_to(sync: Any) -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(8, 6))
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return self.out(x)
+
+    model, opt = build(ALL["fused AdamW"], model=Remembering())
+    guard = nanguard.Guard(model, opt, precision="fp32", sync=sync)
+    batches = poisoned(make_batches(8), 3)
+    copies = [x.clone() for x, _ in batches]
+    for batch in batches:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert all(torch.equal(x.nan_to_num(9), c.nan_to_num(9)) for (x, _), c in zip(batches, copies, strict=True))
+    assert guard.counts["applied"] == 7
+    assert torch.equal(model.last, copies[-1])
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_buffer_that_grows_does_not_blind_the_guard_for_others(sync: Any) -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("grows", torch.zeros(1))
+            self.register_buffer("other", torch.zeros(2))
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.grows = torch.zeros(self.grows.numel() + 1)
+            if len(x) == 7:
+                self.other.fill_(NAN)
+            return self.out(x)
+
+    model, opt = build(ALL["fused AdamW"], model=Growing())
+    guard = nanguard.Guard(model, opt, precision="fp32", sync=sync)
+    for batch in (*make_batches(2), *make_batches(1, size=7), *make_batches(1)):
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert guard.counts["skipped"] == 1
+    assert torch.equal(model.other, torch.zeros(2))
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("start", [None, torch.zeros(0), torch.zeros(1).expand(6), torch.zeros(2), torch.zeros(6)])
+def test_a_dropped_microbatch_leaves_no_trace_in_any_kind_of_buffer(start: Tensor | None, sync: Any) -> None:
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("peak", start)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            now = x.detach().abs().amax(0)
+            fits = self.peak is not None and self.peak.numel() == 6
+            self.peak = torch.maximum(self.peak, now) if fits else now
+            return self.out(x)
+
+    model, opt = build(ALL["fused AdamW"], model=Observer())
+    guard = nanguard.Guard(model, opt, precision="fp32", sync=sync, drop_bad_microbatches=True)
+    batches = make_batches(3)
+    guard.step(loss_fn, microbatches=poisoned(batches, 0))
+    guard.settle()
+    assert guard.counts["applied"] == 1
+    assert torch.equal(model.peak, torch.stack([x.abs().amax(0) for x, _ in batches[1:]]).amax(0))
+
+
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference mode", "autocast"]
+)
+def test_settling_inside_another_mode_runs_steps_again_in_their_own(context: Any) -> None:
+    def run(sync: Any) -> dict[str, Any]:
+        model, opt = build(ALL["fused AdamW"])
+        guard = nanguard.Guard(model, opt, precision="fp32", sync=sync)
+        for batch in poisoned(make_batches(6), 4):
+            guard.step(loss_fn, batch)
+        with context():
+            guard.settle()
+        return everything(model, [opt])
+
+    both(run)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_loader_that_fails_leaves_no_step_open(streams: bool, sync: Any) -> None:
+    class Failing(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            yield from make_batches(10)
+            raise KeyboardInterrupt
+
+    model, opt = build(ALL["fused AdamW"])
+    guard = nanguard.Guard(model, opt, precision="fp32", accumulate=4, sync=sync)
+    loader = Failing(range(20))
+    with pytest.raises(KeyboardInterrupt):
+        for batch in guard.epoch(iter(loader) if streams else loader):
+            guard.step(loss_fn, batch)
+    guard.state_dict()
+    assert guard.counts["applied"] == 2
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_buffer_made_in_inference_mode_may_be_read(sync: Any) -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("position", None)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.position is None:
+                self.position = torch.arange(6.0)
+            return self.out(x + self.position)
+
+    model, opt = build(ALL["fused AdamW"], model=Cached())
+    guard = nanguard.Guard(model, opt, precision="fp32", sync=sync)
+    with torch.inference_mode():
+        model(torch.zeros(1, 6))
+    for batch in guard.epoch(poisoned(make_batches(5), 2)):
+        guard.step(loss_fn, batch)
+    assert (guard.counts["applied"], guard.counts["skipped"]) == (4, 1)
+
+
+def test_modules_put_in_between_epochs_run_again_in_their_mode() -> None:
+    def run(sync: Any) -> dict[str, Any]:
+        model, opt = build(ALL["fused AdamW"])
+        guard = nanguard.Guard(model, opt, precision="fp32", sync=sync)
+        model.drop = nn.Dropout(0.5)
+        for step, batch in enumerate(guard.epoch(poisoned(make_batches(9), 3, 6))):
+            model.drop.train(step % 2 == 0)
+            guard.step(loss_fn, batch)
+        return everything(model, [opt])
+
+    both(run)
+
+
+@pytest.mark.parametrize("first", [torch.zeros(()), (1, 2)])
+def test_what_is_no_loss_function_is_refused(first: Any) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    with pytest.raises(ValueError, match="needs a function of"):
+        nanguard.Guard(model, opt, precision="fp32").step(first, make_batches(1)[0])

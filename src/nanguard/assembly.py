@@ -92,6 +92,7 @@ def assemble(
         ema=ema,
         journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
         names=names_of(model),
+        modules=list(model.modules()),
     )
 
 

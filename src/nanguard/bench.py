@@ -55,6 +55,7 @@ class Bench:
     ema: Any
     journal: Journal
     names: dict[int, str]
+    modules: list[nn.Module]
     window: Window | None = None
 
     @property
@@ -166,6 +167,7 @@ class Bench:
             self.salvage.buffers.watch_buffers(unwrapped(self.model))
         self.roll.look_again(self.model)
         self.names = names_of(self.model)
+        self.modules = list(self.model.modules())
 
     @property
     def is_capturing(self) -> bool:
@@ -206,7 +208,7 @@ class Bench:
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
-        raise ValueError(f"the loss must be a tensor with one element, got {what}")
+        raise ValueError(f"the loss must be a tensor with one element, got {what}: return the loss, or (loss, aux)")
     if not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on any trainable parameter (requires_grad is False): was it detached, made with "

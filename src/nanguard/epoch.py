@@ -29,13 +29,13 @@ class Epoch(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         length = _length(self._loader)
         number = self._begin()
-        for position, batch in enumerate(self._loader):
-            self._at(position, None if length is None else position + 1 == length)
-            try:
+        try:
+            for position, batch in enumerate(self._loader):
+                self._at(position, None if length is None else position + 1 == length)
                 yield batch
-            except GeneratorExit:  # the loop was left
-                self._leave(number)
-                raise
+        except BaseException:  # the loop was left, or the loader has failed
+            self._leave(number)
+            raise
         self._end()
 
 

@@ -27,6 +27,7 @@ from nanguard.eager import Eager
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
 from nanguard.late import Late
+from nanguard.measure import Layout
 from nanguard.policy import Policy
 from nanguard.precision import LossScale
 from nanguard.records import Incident, Outcome
@@ -101,7 +102,7 @@ class Guard:
         self._late = Late(self._bench) if self.sync == "late" else None
         self._mode = self._late or Eager(self._bench)
         self._accumulate = accumulate
-        self._captured: Window | None = None
+        self._captured: tuple[Layout, Tensor] | None = None
         self._num_steps = self._num_epochs = 0
         self._batch: int | None = None
         self._ends_epoch: bool | None = False
@@ -126,6 +127,10 @@ class Guard:
             )
         if window is not None and window.rerunnable and window.in_microbatch:
             raise ProtocolError("guard.step() was called by the loss function of another guard.step()")
+        if not callable(loss_fn):
+            raise ValueError(
+                f"guard.step(loss_fn, batch) needs a function of (model, batch) first, got {loss_fn!r:.80}"
+            )
         if (batch is _NOTHING) == (microbatches is None):
             raise ValueError("guard.step() takes either a batch or microbatches=[...]")
         if microbatches is None:
@@ -135,7 +140,7 @@ class Guard:
     def epoch(self, loader: Iterable[T]) -> Epoch[T]:
         """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
 
-        Micro-batches left over when the loader ends make a last, smaller step.
+        Micro-batches left over when the loader ends make a last, smaller step. For training data only: one at a time.
         """
         return Epoch(loader, begin=self._begin_epoch, at=self._at, end=self._end_epoch, leave=self._leave_epoch)
 
@@ -181,12 +186,13 @@ class Guard:
         """
         if self._late is None or self._captured is None:
             raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
+        layout, values = self._captured
         window = self._open(rerunnable=False, divisor=1)
-        window.layout = self._captured.layout
+        window.layout = layout
         self._bench.window = None
         self._num_steps += 1
         graph.replay()
-        self._late.post(window)
+        self._late.post(window, values)
 
     # ---- looking at it -------------------------------------------------------------------------------------------
 
@@ -327,17 +333,17 @@ class Guard:
         return window.shown if auxes[0] == () else (window.shown, auxes)
 
     def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
-        rng = None
-        if self._late is not None and not self._bench.is_capturing:
-            rng = self._late.dice.now(self.current_step)
         averages_ranks = isinstance(self._bench.model, DistributedDataParallel)
-        return Microbatch(loss_fn, batch, rng, reduce_gradients=is_last or not averages_ranks)
+        micro = Microbatch(loss_fn, batch, None, reduce_gradients=is_last or not averages_ranks)
+        if self._late is not None and not self._bench.is_capturing:
+            self._late.note_world(micro, self.current_step)
+        return micro
 
     def _run(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         loss, aux = self._bench.forward_backward(window, micro)
         window.microbatches.append(micro)
-        if self._late is not None and micro.rng is not None:
-            self._late.dice.compare(micro.rng)
+        if self._late is not None:
+            self._late.look_back(micro)
         return loss, aux
 
     def _open(self, *, rerunnable: bool, divisor: int) -> Window:
@@ -349,13 +355,7 @@ class Guard:
                 "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
                 "fused, capturable optimizers, and call guard.settle() before the capture"
             )
-        window = Window(
-            step=self._num_steps,
-            epoch=self._num_epochs,
-            batch=self._batch,
-            rerunnable=rerunnable,
-            divisor=divisor,
-        )
+        window = Window(self._num_steps, self._num_epochs, self._batch, rerunnable, divisor)
         self._mode.note(window)
         self._bench.ranks.forget_()
         self._bench.window = window
@@ -365,7 +365,7 @@ class Guard:
         self._bench.window = None
         if self._late is not None and self._bench.is_capturing:
             self._late.protect(window)
-            self._captured = window  # which computes nothing yet
+            self._captured = window.layout, self._bench.board.filled  # a graph goes on writing to this very memory
         else:
             self._num_steps += 1
             with self._bench.leaving_no_trace():

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanguard.bench import Bench
 from nanguard.errors import ProtocolError
@@ -24,7 +24,7 @@ from nanguard.measure import Reply
 from nanguard.records import Action, Outcome, Verdict
 from nanguard.rng import Dice
 from nanguard.undo import Undo
-from nanguard.window import Window
+from nanguard.window import Microbatch, Window
 
 LAG = 2
 """How many steps are in flight before the host looks at the first of them."""
@@ -39,10 +39,9 @@ class Late:
         if bench.ema is not None:
             self._averages.watch_all(bench.ema)
         self._mailbox = Mailbox(bench.device)
-        self.dice = Dice(bench.device)
+        self._dice = Dice(bench.device)
         self._in_flight: deque[Window] = deque()
         self.latch = torch.zeros((), device=bench.device)
-        self._modules = list(bench.model.modules())
 
     def before(self) -> None:
         """Hears of the steps that are due, before the next one begins."""
@@ -70,11 +69,33 @@ class Late:
         window.elsewhere = [(undo, undo.note_()) for undo in (bench.buffers, self._averages)]
         window.schedule = bench.schedule.note()
         window.num_states = bench.shield.num_states()
-        window.training = [module.training for module in self._modules]
+        window.training = [(module, module.training) for module in bench.modules]
+
+    def note_world(self, micro: Microbatch, step: int) -> None:
+        """Before a forward pass that the guard may have to make again."""
+        kind = self._bench.device.type
+        micro.rng = self._dice.now(step)
+        micro.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def look_back(self, micro: Microbatch) -> None:
+        """After it: learns from which generators such passes draw."""
+        if micro.rng is not None:
+            self._dice.compare(micro.rng)
 
     def finish(self, window: Window) -> None:
-        self.protect(window)
-        self.post(window)
+        try:
+            self.protect(window)
+        except BaseException:
+            # No reading of this step will ever arrive to take down a latch that it has raised.
+            self._averages.undo_()
+            self.latch.fill_(float(any(map(self._holds_latch, self._in_flight))))
+            raise
+        self.post(window, self._bench.board.filled)
+
+    def _holds_latch(self, window: Window) -> bool:
+        assert window.letter is not None
+        verdict, _ = self._bench.respond(self._bench.read(window, Reply(window.layout, window.letter.values())))
+        return verdict.kind == "nonfinite" or (verdict.kind == "overflow" and window.latches)
 
     def protect(self, window: Window) -> None:
         """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
@@ -93,9 +114,9 @@ class Late:
             bench.scaler.update_(skip, frozen=latched_before)
         bench.shield.zero_grad()
 
-    def post(self, window: Window) -> None:
+    def post(self, window: Window, values: Tensor) -> None:
         """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
-        window.letter = self._mailbox.post(self._bench.board.filled)
+        window.letter = self._mailbox.post(values)
         self._in_flight.append(window)
         self._bench.schedule.tick()
 
@@ -157,18 +178,20 @@ class Late:
         if rerun:
             self._run_again(rerun)
 
+    @torch.inference_mode(False)
     @torch.enable_grad()
     def _run_again(self, wake: list[Window]) -> None:
         """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
         bench, waiting = self._bench, deque(wake)
-        rng, schedule, training = self.dice.now(), bench.schedule.note(), [m.training for m in self._modules]
+        rng, schedule = self._dice.now(), bench.schedule.note()
+        training = [(module, module.training) for module in bench.modules]
         try:
             while waiting:
                 self._run_one_again(waiting[0])
                 waiting.popleft()
         finally:
             rng.restore(bench.device)
-            self._set_training(training)
+            _set_training(training)
             if not bench.schedule.is_ours:
                 bench.schedule.restore(schedule)
             bench.journal.counts.update(rerun=-len(waiting), lost=len(waiting))
@@ -177,19 +200,22 @@ class Late:
         bench = self._bench
         if not bench.schedule.is_ours and window.schedule is not None:
             bench.schedule.restore(window.schedule)
-        self._set_training(window.training)
+        _set_training(window.training)
         again = bench.window = window.afresh()
         self.note(again)
         bench.ranks.forget_()
         for micro in again.microbatches:
             if micro.rng is not None:
                 micro.rng.restore(bench.device)
-            loss, _ = bench.forward_backward(again, micro)
+            enabled, dtype = micro.autocast
+            with torch.autocast(bench.device.type, dtype=dtype, enabled=enabled):
+                loss, _ = bench.forward_backward(again, micro)
             micro.show(loss)
         again.show_mean()
         bench.window = None
         self.finish(again)
 
-    def _set_training(self, flags: list[bool]) -> None:
-        for module, flag in zip(self._modules, flags, strict=True):
-            module.training = flag
+
+def _set_training(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training

@@ -17,11 +17,16 @@ class Letter:
     arrived: Any
     pool: list[Letter]
 
-    def read(self) -> list[float]:
-        """The values; waits for this copy, not for the device's later work. To be called once."""
+    def values(self) -> list[float]:
+        """What was sent; waits for this copy, not for the device's later work."""
         if self.arrived is not None:
             self.arrived.synchronize()
         values: list[float] = self.copy.tolist()
+        return values
+
+    def read(self) -> list[float]:
+        """``values``, for the last time: the memory is used again."""
+        values = self.values()
         self.pool.append(self)
         return values
 

@@ -15,7 +15,7 @@ from nanguard.undo import Undo
 class Salvage:
     """Keeps the sum of good gradients apart while a micro-batch runs: a NaN cannot be taken out of it again.
 
-    Buffers that a dropped micro-batch wrote to are put back too. Nothing here syncs.
+    Buffers that a dropped micro-batch wrote to are put back too. Does not sync, but where only the host can do that.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -39,11 +39,15 @@ class Salvage:
         flag = nonfinite([loss, *brought] if judge_gradients else [loss], self._device)
         zero_if_(brought, flag)
         self.buffers.undo_where_(flag)
+        if self.buffers.needs_host and bool(flag):  # the one sync here, and only for models with such buffers
+            self.buffers.undo_()
         sums: list[Tensor] = []
         added: list[Tensor] = []
         for param, so_far in self._aside:
             if param.grad is None:
                 param.grad = so_far
+            elif so_far.layout is not torch.strided:
+                param.grad = param.grad + so_far
             elif param.grad.layout is not torch.strided:
                 param.grad = so_far + param.grad
             else:

@@ -56,22 +56,39 @@ class _Slot:
         now = self.current
         if now is None or self.saved is None:
             self.saved = None
-        elif self.saved is not now:
+        else:
             self.saved.copy_(now)
         self.origin, self.version = now, None if now is None else _compat.version(now)
 
     def put_(self, saved: Tensor | None) -> None:
-        """Puts ``saved`` in place, into the tensor that is there where it can be."""
+        """Puts ``saved`` in place: into the module's own tensor where that is still there, else as a tensor of its own.
+
+        What a program has put there instead may be its own (a batch that the module remembers) and is not written to.
+        """
         now = self.current
-        if now is not None and saved is not None and _alike(now, saved) and not _overlaps(now):
+        if saved is None:
+            if self.key in self.owner:
+                self.owner[self.key] = None
+        elif now is not None and now is self.origin and _alike(now, saved) and not _is_fixed(now):
             now.copy_(saved)
-        elif self.key in self.owner:
-            self.owner[self.key] = None if saved is None else saved.clone()
+        else:
+            self.owner[self.key] = saved.clone()
 
     def undo_where_(self, bad: Tensor) -> None:
         now = self.current
-        if now is not None and self.saved is not None and self.fits:
+        if now is None or self.saved is None or not self.fits:
+            return
+        if now is self.origin:
             torch.where(bad, self.saved, now, out=now)
+        else:
+            self.owner[self.key] = torch.where(bad, self.saved, now)
+
+    def peak(self) -> Tensor | None:
+        """The largest absolute value now, of the elements that were finite before; None where that cannot be said."""
+        now, saved = self.current, self.saved
+        if now is None or saved is None or now.dtype not in _WATCHED or now.numel() == 0 or not self.fits:
+            return None
+        return _where_finite(saved, now).amax().double().reshape(1)
 
 
 class _Bank:
@@ -88,33 +105,36 @@ class _Bank:
             for flat in (self._saved, self._now)
         )
         self._known = tensors
-        for slot, view in zip(slots, self._saved_views, strict=True):
-            slot.saved = view
+        for slot, view, tensor in zip(slots, self._saved_views, tensors, strict=True):
+            slot.saved, slot.origin = view, tensor
 
     @property
     def is_watched(self) -> bool:
         return self._saved.dtype in _WATCHED
 
-    def current(self) -> list[Tensor] | None:
-        """The tensors as they are now; None where one no longer fits its copy."""
-        tensors = [slot.owner.get(slot.key) for slot in self.slots]
-        if any(now is not known for now, known in zip(tensors, self._known, strict=True)):
-            if not all(slot.fits for slot in self.slots):
-                return None
+    def unchanged(self) -> bool:
+        """Whether the module still has the very tensors it had when they were noted."""
+        return all(slot.owner.get(slot.key) is known for slot, known in zip(self.slots, self._known, strict=True))
+
+    def note_(self) -> None:
+        if not self.unchanged():
             self._known = [slot.owner[slot.key] for slot in self.slots]
-        return self._known
+            for slot, tensor in zip(self.slots, self._known, strict=True):
+                slot.origin = tensor
+        _compat.foreach_copy_(self._saved_views, self._known)
 
-    def note_(self, current: list[Tensor]) -> None:
-        _compat.foreach_copy_(self._saved_views, current)
-
-    def undo_where_(self, current: list[Tensor], bad: Tensor) -> None:
-        _compat.foreach_copy_(self._now_views, current)
+    def undo_where_(self, bad: Tensor) -> None:
+        if not self.unchanged():
+            for slot in self.slots:
+                slot.undo_where_(bad)
+            return
+        _compat.foreach_copy_(self._now_views, self._known)
         torch.where(bad, self._saved, self._now, out=self._now)
-        _compat.foreach_copy_(current, self._now_views)
+        _compat.foreach_copy_(self._known, self._now_views)
 
-    def peaks(self, current: list[Tensor]) -> Tensor:
+    def peaks(self) -> Tensor:
         """The largest absolute value of each tensor, over the elements that were finite before the step."""
-        _compat.foreach_copy_(self._now_views, current)
+        _compat.foreach_copy_(self._now_views, self._known)
         counted = _where_finite(self._saved, self._now)
         return torch.segment_reduce(counted.double(), "max", lengths=self._lengths, unsafe=True)
 
@@ -168,15 +188,19 @@ class Undo:
             if key in self._slots:
                 self._slots[key].put_(saved)
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether something here can only be put back by the host."""
+        return bool(self._loose) or not all(slot.fits for slot in self._slots.values())
+
     @torch.no_grad()
     def _note_(self) -> Copies:
-        currents = [bank.current() for bank in self._banks]
-        if None in currents or not all(slot.fits for slot in (*self._large, *self._loose.values())):
+        settled = all(bank.unchanged() for bank in self._banks)
+        rest = (*self._large, *self._loose.values())
+        if not all(slot.fits for slot in (rest if settled else self._slots.values())):
             self._sort()
-            currents = [bank.current() for bank in self._banks]
-        for bank, current in zip(self._banks, currents, strict=True):
-            if current is not None:
-                bank.note_(current)
+        for bank in self._banks:
+            bank.note_()
         for slot in self._large:
             if slot.was_written_to():
                 slot.note_()
@@ -188,27 +212,29 @@ class Undo:
     def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         names: list[str] = []
         peaks: list[Tensor] = []
+        single = [slot for slot in self._large if slot.was_written_to()]
+        single += [
+            slot for slot in self._loose.values() if slot.saved is not None and slot.saved.device == self._device
+        ]
         for bank in self._banks:
-            current = bank.current() if bank.is_watched else None
-            if current is not None:
+            if not bank.is_watched:
+                continue
+            if bank.unchanged():
                 names += [slot.name for slot in bank.slots]
-                peaks.append(bank.peaks(current))
-        for slot in self._large:
-            now, saved = slot.current, slot.saved
-            if now is not None and saved is not None and now.dtype in _WATCHED and slot.was_written_to() and slot.fits:
+                peaks.append(bank.peaks())
+            else:
+                single += bank.slots
+        for slot in single:
+            peak = slot.peak()
+            if peak is not None:
                 names.append(slot.name)
-                peaks.append(_where_finite(saved, now).amax().double().reshape(1))
+                peaks.append(peak)
         return tuple(names), peaks
 
     @torch.no_grad()
     def _undo_where_(self, bad: Tensor) -> None:
         for bank in self._banks:
-            current = bank.current()
-            if current is not None:
-                bank.undo_where_(current, bad)
-            else:
-                for slot in bank.slots:
-                    slot.undo_where_(bad)
+            bank.undo_where_(bad)
         for slot in self._large:
             if slot.was_written_to():
                 slot.undo_where_(bad)
@@ -219,8 +245,10 @@ class Undo:
             for key in tensors:
                 identity = (id(tensors), key)
                 slots[identity] = self._slots.get(identity) or _Slot(plain_name(f"{path}.{key}"), tensors, key)
-        self._slots = slots
-        self._sort()
+        # A CUDA graph may hold on to the copies: they stay as long as they fit.
+        if slots.keys() != self._slots.keys() or not all(slot.fits for slot in slots.values()):
+            self._slots = slots
+            self._sort()
 
     @torch.no_grad()
     def _sort(self) -> None:
@@ -229,7 +257,7 @@ class Undo:
         self._large, self._loose = [], {}
         for key, slot in self._slots.items():
             now = slot.current
-            if now is None or now.layout is not torch.strided or now.device != self._device or _overlaps(now):
+            if now is None or now.layout is not torch.strided or now.device != self._device or _is_fixed(now):
                 slot.saved = None if now is None else now.detach().clone()
                 slot.note_()
                 self._loose[key] = slot
@@ -253,6 +281,8 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether several elements share memory, as after ``expand``, or there are none: a kernel cannot write these."""
-    return tensor.numel() == 0 or any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+def _is_fixed(tensor: Tensor) -> bool:
+    """Whether it cannot be written to in place: empty, made in inference mode, or with elements that share memory."""
+    if tensor.numel() == 0 or tensor.is_inference():
+        return True
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

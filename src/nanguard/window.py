@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanguard.mailbox import Letter
 from nanguard.measure import NO_LAYOUT, Layout
@@ -31,6 +31,7 @@ class Microbatch:
     batch: Any
     rng: RngState | None
     reduce_gradients: bool
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
     shown: Tensor | None = None
 
     def fresh_batch(self) -> Any:
@@ -64,7 +65,7 @@ class Window:
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
-    training: list[bool] = field(default_factory=list)
+    training: list[tuple[nn.Module, bool]] = field(default_factory=list)
     layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True
@@ -95,5 +96,5 @@ class Window:
         gathered = len(self.losses)
         expected = self.divisor if self.rerunnable else gathered
         if self.flags:
-            return expected / (1 - torch.stack(self.flags)).sum()
+            return expected / (1 - torch.stack(self.flags).double()).sum()
         return None if gathered == expected else self.losses[0].new_full((), expected / gathered, dtype=torch.float64)
