@@ -84,6 +84,17 @@ def test_a_healthy_late_run_is_the_plain_run(precision: str, max_norm: float | N
     assert differences(plain, guarded_run(ALL["fused AdamW"], precision, max_norm, accumulate, "late")) == []
 
 
+def test_global_clipping_sums_in_the_models_order_whatever_the_groups() -> None:
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        groups = [[p for p in params if p.dim() < 2], [p for p in reversed(params) if p.dim() >= 2]]
+        return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], fused=True)
+
+    for max_norm in (0.5, 0.05):
+        plain = plain_run(grouped, "fp32", max_norm)
+        assert differences(plain, guarded_run(grouped, "fp32", max_norm)) == []
+
+
 def noisy_loss(model: nn.Module, batch: Any) -> Tensor:
     """Draws from Python's, NumPy's and torch's generators inside the step."""
     noise = random.random() * float(np.random.rand()) * torch.rand(())

@@ -123,7 +123,7 @@ class NormWindow:
         spread = torch.where(valid, self._values - mean.unsqueeze(1), 0.0).square().sum(1)
         limit = mean + self._options.threshold * (spread / (seen.squeeze(1) - 1)).sqrt()
         ceiling = math.inf if max_norm is None else max_norm
-        warm = (self._count >= self._options.warmup) & (limit > 0)
+        warm = self._count >= self._options.warmup
         return torch.where(warm, limit.clamp(max=ceiling), ceiling)
 
     def add_(self, norms: Tensor, skip: Tensor | None = None) -> None:
