@@ -182,7 +182,7 @@ def test_a_nan_loss_on_one_rank_leaves_no_trace_on_any(ranks: Ranks, one: Case) 
         for sync in LATE_OR_EAGER
     ),
 )
-def test_a_nan_gradient_on_one_rank_leaves_no_trace_on_any_and_names_it(ranks: Ranks, one: Case) -> None:
+def test_trap_11_a_nan_gradient_on_one_rank_leaves_no_trace_on_any_and_names_it(ranks: Ranks, one: Case) -> None:
     results = ranks(one)
     assert_skipped_together(results, [4, 8], faulty=1)
     assert_equal_on_ranks(results)
@@ -281,7 +281,7 @@ def test_without_ddp_a_rank_with_no_gradient_left_to_keep_leaves_no_other_waitin
 
 
 @cases(*(case("overflows", sync=sync, style=style) for sync in LATE_OR_EAGER for style in STYLES))
-def test_an_fp16_overflow_on_one_rank_backs_off_on_all(ranks: Ranks, one: Case) -> None:
+def test_trap_4_an_fp16_overflow_on_one_rank_backs_off_on_all(ranks: Ranks, one: Case) -> None:
     results = ranks(one)
     assert_equal_on_ranks(results)
     assert results[0]["scale"] == results[1]["scale"]
@@ -309,7 +309,7 @@ HALTS = [
 
 
 @pytest.mark.parametrize("pair", HALTS, ids=lambda pair: str(pair["eager"]))
-def test_when_patience_ends_all_ranks_halt_at_the_same_step_with_the_same_weights(
+def test_trap_11_when_patience_ends_all_ranks_halt_at_the_same_step_with_the_same_weights(
     ranks: Ranks, pair: dict[str, Case]
 ) -> None:
     ended = {}
