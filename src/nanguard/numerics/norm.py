@@ -52,17 +52,11 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool =
     return norms
 
 
-def combine(groups: Sequence[Tensor], *, alike: bool = True) -> Tensor:
-    """A vector with the norm of each group, from float64 vectors of the norms of its members. Does not sync."""
-    norms = groups[0].new_empty(len(groups))
-    combine_(norms, norms.unbind(), groups, alike=alike)
-    return norms
-
-
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:
-    """``combine`` into a given vector, of which ``each`` are the elements as views. Does not sync.
+    """Writes the norm of each group into ``norms``, from float64 vectors of the norms of its members. Does not sync.
 
-    Where the members are not ``alike`` they may be float64, whose norms cannot be squared either.
+    ``each`` are the elements of ``norms`` as views. Where the members are not ``alike`` they may be float64, whose norms
+    cannot be squared either.
     """
     if not alike:
         norms.copy_(torch.stack([_norm_of_float64(group) for group in groups]))
