@@ -55,8 +55,8 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool =
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:
     """Writes the norm of each group into ``norms``, from float64 vectors of the norms of its members. Does not sync.
 
-    ``each`` are the elements of ``norms`` as views. Where the members are not ``alike`` they may be float64, whose norms
-    cannot be squared either.
+    ``each`` are the elements of ``norms`` as views. Where the members are not ``alike`` they may be float64, and then
+    their norms cannot be squared either.
     """
     if not alike:
         norms.copy_(torch.stack([_norm_of_float64(group) for group in groups]))
