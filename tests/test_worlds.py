@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import nanguard
-from helpers import INF, NAN, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import INF, NAN, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -300,10 +300,7 @@ def test_a_floor_that_is_no_fp32_number_freezes_nothing() -> None:
     overflow = Fault(into="gradient", name="out.bias", value="inf", steps=tuple(range(3, 12)))
     with inject(guard, overflow):
         for batch in guard.epoch(make_batches(30)):
-            with guard.autocast():
-                loss = loss_fn(model, batch)
-            guard.backward(loss)
-            guard.update()
+            own_step(guard, batch)
     assert guard.counts["skipped"] > 0, "an overflow at the floor is an incident"
     assert guard.state_dict()["latch"] == 0
     assert int(opt.state[model.out.bias]["step"]) == guard.counts["applied"]
@@ -314,10 +311,7 @@ def test_plain_sgd_loses_no_step_behind_a_back_off() -> None:
     guard = nanguard.Guard(model, opt, precision="fp16", sync="late")
     with inject(guard, Fault(into="gradient", name="out.bias", value="inf", steps=(3,))):
         for batch in guard.epoch(make_batches(8)):
-            with guard.autocast():
-                loss = loss_fn(model, batch)
-            guard.backward(loss)
-            guard.update()
+            own_step(guard, batch)
     assert guard.counts == {"applied": 7, "skipped": 0, "lost": 0, "rerun": 0, "backed_off": 1}
 
 
@@ -351,6 +345,15 @@ def test_a_fused_optimizer_that_was_loaded_as_not_fused_says_so() -> None:
     opt.load_state_dict(saved)
     with pytest.raises(nanguard.ProtocolError, match="has a group that is not fused"):
         guard.step(loss_fn, make_batches(1)[0])
+
+
+def test_nothing_is_left_on_the_optimizer() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    before = set(vars(opt))
+    guard = nanguard.Guard(model, opt, precision="fp32", sync="late")
+    guard.step(loss_fn, make_batches(1)[0])
+    guard.settle()
+    assert set(vars(opt)) == before
 
 
 def test_a_step_inside_a_loss_function_is_refused() -> None:

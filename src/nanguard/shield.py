@@ -47,13 +47,15 @@ class Shield:
         self._has_stepped = True
         for optimizer in self.optimizers:
             _check_still_fused(optimizer)
-            scale = getattr(optimizer, "grad_scale", None)
-            optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
+            added: dict[str, Tensor | None] = {"found_inf": flag}
+            if not hasattr(optimizer, "grad_scale"):
+                added["grad_scale"] = None
+            vars(optimizer).update(added)
             try:
                 optimizer.step()
             finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
-                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                for name in added:
+                    delattr(optimizer, name)  # a GradScaler of the user's would stumble over what stays behind
 
     def zero_grad(self) -> None:
         """Sets all gradients to None, which is all that torch's own ``zero_grad`` does in more time."""
