@@ -120,6 +120,22 @@ def test_batchnorm_statistics_are_put_back_though_torch_counts_no_write() -> Non
     assert norm.num_batches_tracked.item() == 0
 
 
+def test_a_buffer_replaced_by_one_that_cannot_be_written_to_is_put_back_by_the_host() -> None:
+    module, undo, before = noted()
+    for replacement in (torch.ones(1).expand(4), torch.arange(4.0).add(1)):
+        module.small = replacement
+        for_the_host = undo.note_()
+        before["small"] = module.small.clone()
+        module.small = torch.full((4,), NAN)
+        undo.undo_where_(UP)
+        undo.put_back(for_the_host)
+        assert torch.equal(module.small, before["small"])
+        undo.note_()
+        undo.undo_where_(UP)
+        undo.undo_()
+        assert torch.equal(module.small, before["small"])
+
+
 def test_a_large_buffer_written_behind_torchs_back_is_not_rewound() -> None:
     module, undo, _ = noted()
     undo.note_()

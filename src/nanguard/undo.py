@@ -140,7 +140,7 @@ class _Bank:
 
 
 class Undo:
-    """Notes tensors, and puts them back. Nothing here syncs."""
+    """Notes tensors, and puts them back. Does not sync, but where tensors of another shape or kind have come in."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -176,10 +176,10 @@ class Undo:
 
     @torch.no_grad()
     def undo_(self) -> None:
-        """Puts everything back."""
-        for slot in self._slots.values():
-            if slot.was_written_to() or not any(slot is large for large in self._large):
-                slot.put_(slot.saved)
+        """Puts everything back; of the large tensors those that torch counted a write to, since no other was noted."""
+        small = [slot for bank in self._banks for slot in bank.slots]
+        for slot in (*small, *self._loose.values(), *(slot for slot in self._large if slot.was_written_to())):
+            slot.put_(slot.saved)
 
     @torch.no_grad()
     def put_back(self, copies: Copies) -> None:
@@ -195,9 +195,7 @@ class Undo:
 
     @torch.no_grad()
     def _note_(self) -> Copies:
-        settled = all(bank.unchanged() for bank in self._banks)
-        rest = (*self._large, *self._loose.values())
-        if not all(slot.fits for slot in (rest if settled else self._slots.values())):
+        if self._is_out_of_order():
             self._sort()
         for bank in self._banks:
             bank.note_()
@@ -207,6 +205,14 @@ class Undo:
         for slot in self._loose.values():
             slot.note_()
         return {key: None if s.saved is None else s.saved.clone() for key, s in self._loose.items()}
+
+    def _is_out_of_order(self) -> bool:
+        """Whether something is now where it cannot be dealt with: of another shape or kind, or not to be written to."""
+        replaced = [slot for bank in self._banks if not bank.unchanged() for slot in bank.slots]
+        replaced += [slot for slot in self._large if slot.current is not slot.origin]
+        if not all(slot.fits for slot in (*replaced, *self._loose.values())):
+            return True
+        return any(slot.current is not None and _is_fixed(slot.current) for slot in replaced)
 
     @torch.no_grad()
     def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
