@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nanguard
-from helpers import INF, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import INF, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard.testing import Fault, inject
 from optimizers import ALL, FUSED, NOT_FUSED
 
@@ -172,10 +172,7 @@ def test_a_wake_in_the_users_own_loop_is_lost_and_says_so() -> None:
     model, opt = build(ALL["fused AdamW"])
     guard = nanguard.Guard(model, opt, precision="fp32", sync="late")
     for batch in guard.epoch(poisoned(make_batches(10), 4)):
-        with guard.autocast():
-            loss = loss_fn(model, batch)
-        guard.backward(loss)
-        guard.update()
+        own_step(guard, batch)
     assert guard.counts == {"applied": 8, "skipped": 1, "lost": 1, "rerun": 0, "backed_off": 0}
     assert guard.incidents[0].outcome.lost == 1
     assert int(opt.state[model.out.weight]["step"]) == 8

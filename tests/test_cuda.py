@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nanguard
-from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
@@ -37,10 +37,7 @@ def run(guard: nanguard.Guard, batches: list[Any], style: str) -> None:
         if style == "step":
             guard.step(loss_fn, batch)
         else:
-            with guard.autocast():
-                loss = loss_fn(guard.model, batch)
-            guard.backward(loss)
-            guard.update()
+            own_step(guard, batch)
 
 
 def test_that_the_sync_detector_detects() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nanguard
-from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -50,10 +50,7 @@ def test_an_overflow_that_backing_off_cures_is_a_note_not_an_incident(
             if style == "step":
                 guard.step(loss_fn, batch)
                 continue
-            with guard.autocast():
-                loss = loss_fn(model, batch)
-            guard.backward(loss)
-            guard.update()
+            own_step(guard, batch)
     assert guard.counts["backed_off"] == 2
     assert guard.counts["applied"] == 8
     assert guard.counts["lost"] == 0, "as with a GradScaler, an overflow costs its own step only"
@@ -69,10 +66,7 @@ def test_the_first_overflow_may_come_before_there_is_optimizer_state(sync: Any) 
     guard = nanguard.Guard(model, opt, precision="fp16", sync=sync)
     with inject(guard, overflow_at((0,))):
         for batch in guard.epoch(make_batches(6)):
-            with guard.autocast():
-                loss = loss_fn(model, batch)
-            guard.backward(loss)
-            guard.update()
+            own_step(guard, batch)
     assert guard.counts["backed_off"] == 1
     assert all(t.abs().max() < 10 for s in opt.state.values() for t in s.values()), "no uninitialised momentum"
 

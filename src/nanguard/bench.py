@@ -176,7 +176,7 @@ class Bench:
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """What raises inside, an interrupt too, leaves nothing of its step; a halt has seen to that itself."""
+        """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
         try:
             yield
         except NonFiniteError:

@@ -117,7 +117,7 @@ class Guard:
         detached, on its device, unsynced. With ``accumulate=n`` every n-th call updates. Or pass a list of
         ``microbatches`` instead of ``batch`` to make a step of them all: the mean loss comes back, and the list of aux.
 
-        Does not sync where ``syncs_per_step`` is 0. A step that raises leaves no trace.
+        Does not sync where ``syncs_per_step`` is 0. What raises before the optimizers step leaves no trace.
         """
         window = self._bench.window
         if window is not None and not window.rerunnable and window.losses:

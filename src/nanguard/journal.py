@@ -54,7 +54,7 @@ class Journal:
             self._note_overflow(outcome)
             return
         self.history.append(outcome)
-        incident = self.incidents[-1]
+        incident = Incident(number=len(self.history), outcome=outcome)
         self._tell(incident)
         if response == "halt":
             raise NonFiniteError(halt_message(incident), incident)
