@@ -126,6 +126,8 @@ def test_a_buffer_replaced_by_one_that_cannot_be_written_to_is_put_back_by_the_h
         module.small = replacement
         for_the_host = undo.note_()
         before["small"] = module.small.clone()
+        undo.undo_where_(UP)  # must not try to write to it
+        undo.undo_()
         module.small = torch.full((4,), NAN)
         undo.undo_where_(UP)
         undo.put_back(for_the_host)
