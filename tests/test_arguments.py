@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "RMSprop cannot skip a step on the device; pass fused=True",
     ),
     "late with dropping": (
-        {"policy": nanguard.Policy(drop_bad_gradients=True), "sync": "late"},
+        {"policy": nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]), "sync": "late"},
         "needs the host to decide",
     ),
 }

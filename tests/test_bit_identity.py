@@ -117,7 +117,7 @@ def faulty_run(make: Any, precision: Any, sync: Any, accumulate: int, clip: Any 
         ema=ema,
         clip=clip,
         accumulate=accumulate,
-        policy=nanguard.Policy(patience=20),
+        policy=nanguard.Policy([nanguard.Skip(20)]),
     )
     batches = poisoned(poisoned(make_batches(40), 0, 7, 8, 9), 21, 39, value=INF)
     gradient = Fault(into="gradient", name="out.bias", value="inf", steps=(4, 13))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
-from nanguard import NonFiniteError, Policy, ProtocolError
+from nanguard import DropBadGradients, NonFiniteError, Policy, ProtocolError, Skip
 from nanguard.testing import Fault, inject
 from optimizers import ALL, FUSED
 
@@ -200,14 +200,14 @@ class TestLoss:
 
 class TestEpochs:
     def test_patience_starts_afresh_every_epoch(self) -> None:
-        _, _, guard = make_guard(policy=Policy(patience=2))
+        _, _, guard = make_guard(policy=Policy([Skip(2)]))
         for _ in range(3):
             for batch in guard.epoch(poisoned(make_batches(5), 1, 3)):
                 guard.step(loss_fn, batch)
         assert [i.outcome.action.count for i in guard.incidents] == [1, 2, 1, 2, 1, 2]
 
     def test_per_run_it_does_not(self) -> None:
-        _, _, guard = make_guard(policy=Policy(patience=3, per="run"))
+        _, _, guard = make_guard(policy=Policy([Skip(3, per="run")]))
         with pytest.raises(NonFiniteError):
             for _ in range(3):
                 for batch in guard.epoch(poisoned(make_batches(5), 1, 3)):
@@ -257,7 +257,7 @@ class TestEpochs:
 class TestHalting:
     @pytest.mark.parametrize("sync", SYNCS)
     def test_the_error_says_what_where_why_and_what_to_do(self, sync: Any) -> None:
-        model, opt, guard = make_guard(policy=Policy(patience=1), sync=sync)
+        model, opt, guard = make_guard(policy=Policy([Skip(1)]), sync=sync)
         with pytest.raises(NonFiniteError) as caught:
             for batch in guard.epoch(poisoned(make_batches(9), 2, 5)):
                 guard.step(loss_fn, batch)
@@ -265,10 +265,10 @@ class TestHalting:
         for part in (
             "non-finite loss at step 5 (batch 5 of epoch 1)",
             "loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more",
-            "1 skipped step is allowed per epoch, and this is number 2",
+            "Halted, since no rung of the ladder was left: skip: used 1 of 1 this epoch.",
             "Preserved: weights, optimizer state",
             "Next: ",
-            "Policy(patience=",
+            "Policy([Skip(times=10)",
         ):
             assert part in message
         assert caught.value.incident.reading.step == 5
@@ -277,7 +277,7 @@ class TestHalting:
         assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
     def test_gradients_alone_are_named_by_parameter(self) -> None:
-        _, _, guard = make_guard(policy=Policy(patience=0))
+        _, _, guard = make_guard(policy=Policy([Skip(0)]))
         with (
             inject(guard, Fault(into="gradient", name="out.bias", steps=(0,))),
             pytest.raises(NonFiniteError) as caught,
@@ -288,24 +288,24 @@ class TestHalting:
 
     @pytest.mark.parametrize("bad", [-1, 1.5, True, "3"])
     def test_a_patience_that_makes_no_sense_is_refused(self, bad: Any) -> None:
-        with pytest.raises(ValueError, match="patience must be a whole number"):
-            Policy(patience=bad)
+        with pytest.raises(ValueError, match="times must be a whole number"):
+            Policy([Skip(bad)])
 
     def test_an_unknown_window_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="per must be 'epoch' or 'run', got 'week'"):
-            Policy(per="week")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="per must be 'epoch', 'run' or a number of steps, got 'week'"):
+            Skip(per="week")  # type: ignore[arg-type]
 
 
 class TestGradientsDropped:
     def test_a_bad_loss_is_skipped_not_dropped(self) -> None:
-        model, opt, guard = make_guard(policy=Policy(drop_bad_gradients=True))
+        model, opt, guard = make_guard(policy=Policy([DropBadGradients(), Skip()]))
         before = everything(model, [opt])
         guard.step(loss_fn, poisoned(make_batches(1), 0)[0])
         assert differences(before, everything(model, [opt])) == []
         assert guard.counts["skipped"] == 1
 
     def test_where_all_gradients_are_bad_the_step_is_skipped(self) -> None:
-        model, opt, guard = make_guard(policy=Policy(drop_bad_gradients=True))
+        model, opt, guard = make_guard(policy=Policy([DropBadGradients(), Skip()]))
         before = everything(model, [opt])
         faults = [Fault(into="gradient", name=name, steps=(0,)) for name, _ in model.named_parameters()]
         with inject(guard, *faults):
@@ -315,7 +315,7 @@ class TestGradientsDropped:
 
     def test_what_is_left_of_a_smaller_last_step_is_its_mean(self) -> None:
         model, opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
-        policy = Policy(drop_bad_gradients=True)
+        policy = Policy([DropBadGradients(), Skip()])
         guard = nanguard.Guard(model, opt, precision="fp32", policy=policy, max_norm=None, accumulate=4)
         twin, twin_opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
         batches = make_batches(2)
@@ -333,7 +333,7 @@ class TestGradientsDropped:
     def test_the_norm_that_clips_is_that_of_the_good_ones(self) -> None:
         model, opt = build(lambda p: torch.optim.SGD(p, lr=1.0))
         guard = nanguard.Guard(
-            model, opt, precision="fp32", policy=Policy(drop_bad_gradients=True), max_norm=1e-2, clip="global"
+            model, opt, precision="fp32", policy=Policy([DropBadGradients(), Skip()]), max_norm=1e-2, clip="global"
         )
         before = {k: p.detach().clone() for k, p in model.named_parameters()}
         with inject(guard, Fault(into="gradient", name="inp.weight", value="inf", steps=(0,))):
@@ -353,7 +353,7 @@ class TestResuming:
             model, opt = build(ALL["fused AdamW"])
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
             scale = nanguard.LossScale(interval=4) if precision == "fp16" else None
-            policy = Policy(patience=9)
+            policy = Policy([Skip(9)])
             guard = nanguard.Guard(
                 model,
                 opt,
@@ -394,10 +394,10 @@ class TestResuming:
         assert differences(whole, end(model, opt, schedule, guard)) == []
 
     def test_patience_goes_on_where_it_was(self) -> None:
-        _, _, guard = make_guard(policy=Policy(patience=1))
+        _, _, guard = make_guard(policy=Policy([Skip(1)]))
         guard.step(loss_fn, poisoned(make_batches(1), 0)[0])
         state = json.loads(json.dumps(guard.state_dict()))
-        _, _, again = make_guard(policy=Policy(patience=1))
+        _, _, again = make_guard(policy=Policy([Skip(1)]))
         again.load_state_dict(state)
         with pytest.raises(NonFiniteError, match="at step 1"):
             again.step(loss_fn, poisoned(make_batches(1), 0)[0])
@@ -408,7 +408,7 @@ class TestResuming:
         _, _, other = make_guard(precision="fp16")
         with pytest.raises(ValueError, match="without a loss scale"):
             other.load_state_dict(state)
-        with pytest.raises(ValueError, match="version 1, got 7"):
+        with pytest.raises(ValueError, match="version 2, got 7"):
             guard.load_state_dict({**state, "version": 7})
 
 
@@ -418,7 +418,7 @@ class TestWhatItSays:
         for batch in guard.epoch(poisoned(make_batches(3), 1)):
             guard.step(loss_fn, batch)
         assert caplog.messages == [
-            " nanguard  step 1  non-finite loss: step skipped, nothing changed (1 of 3 this epoch)\n"
+            " nanguard  step 1  non-finite loss: step skipped, nothing changed (1 of 3 within 100 steps)\n"
             "   found     loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more; "
             "buffers norm.running_mean and norm.running_var\n"
             "   batch     batch 1 of epoch 1\n"
@@ -434,7 +434,8 @@ class TestWhatItSays:
         lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
         assert [line["event"] for line in lines] == ["run", "overflow", "incident", "end"]
         assert lines[0]["schema"] == 1
-        assert lines[0]["policy"] == {"patience": 3, "per": "epoch", "drop_bad_gradients": False}
+        assert lines[0]["policy"]["ladder"][0] == {"rung": "Skip", "times": 3, "per": 100, "when": "any"}
+        assert lines[0]["policy"]["max_norm"] == 5.0
         assert lines[1]["scale"] == 65536.0
         assert lines[2]["verdict"]["reading"]["loss"] == "nan"
         assert lines[3]["counts"]["applied"] == 2
@@ -463,7 +464,7 @@ class TestWhatItSays:
         for batch in poisoned(make_batches(3), 1):
             guard.step(loss_fn, batch)
         assert guard.counts["applied"] == 2
-        assert "step 1 was skipped, but could not be described" in caplog.text
+        assert "step 1: skip, which could not be described" in caplog.text
         assert "a bug of ours" in caplog.text
 
     def test_a_fusable_optimizer_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,12 +84,20 @@ def test_private_names_of_torch_live_in_one_file() -> None:
 def test_the_public_names_are_these() -> None:
     assert nanguard.__all__ == [
         "AGC",
+        "Divergence",
+        "DropBadGradients",
         "Guard",
+        "Halt",
         "LossScale",
+        "LowerLR",
         "NanguardError",
         "NonFiniteError",
         "Policy",
         "ProtocolError",
+        "RaisePrecision",
+        "Rollback",
+        "Skip",
+        "Snapshots",
         "ZScore",
         "__version__",
     ]

@@ -43,7 +43,7 @@ def test_an_overflow_that_backing_off_cures_is_a_note_not_an_incident(
     sync: Any, style: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, opt = build(ALL["fused AdamW"])
-    policy = nanguard.Policy(patience=0)
+    policy = nanguard.Policy([nanguard.Skip(0)])
     guard = nanguard.Guard(model, opt, precision="fp16", sync=sync, policy=policy)
     with caplog.at_level(logging.INFO, "nanguard"), inject(guard, overflow_at((3, 4))):
         for batch in guard.epoch(make_batches(10)):
@@ -123,8 +123,10 @@ def test_the_scale_moves_as_torchs_own_scaler_does(sync: Any) -> None:
 
 def test_dropping_gradients_is_ignored_with_a_warning_under_a_scaler(caplog: pytest.LogCaptureFixture) -> None:
     model, opt = build(ALL["AdamW loop"])
-    guard = nanguard.Guard(model, opt, precision="fp16", policy=nanguard.Policy(drop_bad_gradients=True))
-    assert "drop_bad_gradients is ignored in fp16" in caplog.text
+    guard = nanguard.Guard(
+        model, opt, precision="fp16", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()])
+    )
+    assert "DropBadGradients is ignored in fp16" in caplog.text
     before = everything(model, [opt])
     with inject(guard, overflow_at((0,))):
         guard.step(loss_fn, make_batches(1)[0])

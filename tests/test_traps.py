@@ -72,7 +72,7 @@ class TestTrap1ClipGradNorm:
 class TestTrap2LossScale:
     def test_a_run_of_overflows_stops_at_the_floor_and_the_next_clean_batch_is_sound(self) -> None:
         model, opt = build(ALL["SGD momentum"])
-        policy = nanguard.Policy(patience=1000)
+        policy = nanguard.Policy([nanguard.Skip(1000)])
         scale = nanguard.LossScale(initial=1024.0, floor=1.0)
         guard = nanguard.Guard(model, opt, precision="fp16", policy=policy, loss_scale=scale)
         clean, bad = make_batches(2), poisoned(make_batches(1), 0)
@@ -185,7 +185,7 @@ def test_trap_6_where_every_microbatch_is_bad_the_step_is_skipped() -> None:
 
 def test_trap_7_a_dropped_gradient_is_none_so_momentum_and_decay_do_not_move_it() -> None:
     model, opt = build(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5))
-    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy(drop_bad_gradients=True), max_norm=1e-3)
+    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]), max_norm=1e-3)
     batches = make_batches(3)
     guard.step(loss_fn, batches[0])
     before = everything(model, [opt])
@@ -293,7 +293,7 @@ def test_trap_14_parameters_have_their_names() -> None:
 
 def test_trap_15_after_patience_a_corrupt_update_is_never_accepted() -> None:
     model, opt = build(ALL["AdamW loop"])
-    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy(patience=1))
+    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy([nanguard.Skip(1)]))
     before = everything(model, [opt])
     bad = poisoned(make_batches(1), 0)[0]
     guard.step(loss_fn, bad)

@@ -279,7 +279,9 @@ def test_a_dropped_gradient_is_that_parameter_and_not_its_namesake() -> None:
             return self.fc(x) + self.module["fc"](x)
 
     model, opt = build(ALL["SGD momentum"], model=Net())
-    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy(drop_bad_gradients=True))
+    guard = nanguard.Guard(
+        model, opt, precision="fp32", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()])
+    )
     before = everything(model, [])
     handle = model.module["fc"].weight.register_hook(lambda g: g * NAN)
     guard.step(loss_fn, make_batches(1)[0])
@@ -295,14 +297,14 @@ def test_a_dropped_gradient_is_that_parameter_and_not_its_namesake() -> None:
 def test_a_floor_that_is_no_fp32_number_freezes_nothing() -> None:
     model, opt = build(ALL["fused AdamW"])
     scale = nanguard.LossScale(initial=1.0, floor=0.1)
-    policy = nanguard.Policy(patience=99)
+    policy = nanguard.Policy([nanguard.Skip(99)])
     guard = nanguard.Guard(model, opt, precision="fp16", sync="late", loss_scale=scale, policy=policy)
     overflow = Fault(into="gradient", name="out.bias", value="inf", steps=tuple(range(3, 12)))
     with inject(guard, overflow):
         for batch in guard.epoch(make_batches(30)):
             own_step(guard, batch)
     assert guard.counts["skipped"] > 0, "an overflow at the floor is an incident"
-    assert guard.state_dict()["latch"] == 0
+    assert guard._steps.late.latch.item() == 0
     assert int(opt.state[model.out.bias]["step"]) == guard.counts["applied"]
 
 
@@ -430,7 +432,8 @@ def test_an_interrupt_in_a_bad_step_freezes_nothing(in_ema: bool) -> None:
             guard.step(loss_fn, bad)
         for batch in batches[2:]:
             guard.step(loss_fn, batch)
-        assert guard.state_dict()["latch"] == 0
+        guard.settle()
+        assert guard._steps.late is None or guard._steps.late.latch.item() == 0
         assert guard.counts["applied"] == 7
         return everything(model, [opt], ema)
 

@@ -4,20 +4,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanguard.divergence import Divergence
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
+    from nanguard.ladder import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Skip
     from nanguard.numerics.clip import AGC, ZScore
     from nanguard.policy import Policy
     from nanguard.precision import LossScale
+    from nanguard.snapshot.options import Snapshots
 
 __all__ = [
     "AGC",
+    "Divergence",
+    "DropBadGradients",
     "Guard",
+    "Halt",
     "LossScale",
+    "LowerLR",
     "NanguardError",
     "NonFiniteError",
     "Policy",
     "ProtocolError",
+    "RaisePrecision",
+    "Rollback",
+    "Skip",
+    "Snapshots",
     "ZScore",
     "__version__",
 ]
@@ -26,12 +37,20 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AGC": "numerics.clip",
+    "Divergence": "divergence",
+    "DropBadGradients": "ladder",
     "Guard": "guard",
+    "Halt": "ladder",
     "LossScale": "precision",
+    "LowerLR": "ladder",
     "NanguardError": "errors",
     "NonFiniteError": "errors",
     "Policy": "policy",
     "ProtocolError": "errors",
+    "RaisePrecision": "ladder",
+    "Rollback": "ladder",
+    "Skip": "ladder",
+    "Snapshots": "snapshot.options",
     "ZScore": "numerics.clip",
 }
 

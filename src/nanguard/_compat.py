@@ -5,6 +5,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils.data import DataLoader, IterableDataset
 
 foreach_copy_: Any = torch._foreach_copy_
 foreach_mul_: Any = torch._foreach_mul_
@@ -75,3 +77,24 @@ def is_sharded(module: nn.Module) -> bool:
     if any(hasattr(p, "_local_tensor") or hasattr(p, "_flat_param") for p in module.parameters()):
         return True
     return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
+
+
+def skip_batches(iterator: Any, loader: Any, number: int) -> bool:
+    """Moves an iterator of torch's DataLoader on by ``number`` batches without reading them; False if it cannot.
+
+    Not with workers: they draw random numbers for each batch they read. Not over an iterable dataset.
+    """
+    if type(loader) is not DataLoader or loader.num_workers or isinstance(loader.dataset, IterableDataset):
+        return False
+    indices = getattr(iterator, "_sampler_iter", None)
+    if indices is None:
+        return False
+    for _ in range(number):
+        next(indices, None)
+    return True
+
+
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
+    """Compiled functions run as written: hooks in them are called."""
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

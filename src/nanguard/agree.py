@@ -1,13 +1,14 @@
 """The one reduction between ranks: all of them decide alike, and each knows who saw what.
 
-Every rank fills its own row of a small table of flags: non-finite loss, gradients, buffers. The maximum over ranks is
-then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to every rank as gradients
+Every rank fills its own row of a small table: flags for non-finite loss, gradients, buffers, and the loss itself. The
+maximum over ranks is then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to every rank as gradients
 are averaged, so each rank also notes its own gradients just before, in the buckets DDP is about to reduce.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ from nanguard.records import Flags, Found
 
 log = logging.getLogger("nanguard")
 
-_LOSS, _GRADIENTS, _BUFFERS, _OWN, _COLUMNS = 0, 1, 2, 3, 4
+_LOSS, _GRADIENTS, _BUFFERS, _OWN, _VALUE, _COLUMNS = 0, 1, 2, 3, 4, 5
 
 
 class Ranks:
@@ -42,11 +43,13 @@ class Ranks:
     def vote(self, loss: Tensor, buffers: Tensor, gradients: Tensor) -> Tensor:
         """The table of all ranks, from vectors of this rank's measurements."""
         votes = torch.zeros(self.votes, device=loss.device)
+        votes[_VALUE::_COLUMNS] = -math.inf
         row = votes[_COLUMNS * self.rank : _COLUMNS * (self.rank + 1)]
         for column, measured in ((_LOSS, loss), (_GRADIENTS, gradients), (_BUFFERS, buffers)):
             if len(measured):
                 raise_flag_(row[column], measured)
         row[_OWN].copy_(self._own if self._sees_own else row[_GRADIENTS])
+        row[_VALUE].copy_(torch.nan_to_num(loss[0], posinf=math.inf, neginf=-math.inf))
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return votes
 
@@ -59,6 +62,34 @@ class Ranks:
         """What was non-finite on any rank, from the table as the host got it."""
         columns: tuple[tuple[Found, int], ...] = (("loss", _LOSS), ("gradients", _GRADIENTS), ("buffers", _BUFFERS))
         return tuple(name for name, column in columns if any(votes[column::_COLUMNS]))
+
+    def mean_loss(self, votes: Sequence[float]) -> float:
+        """Over all ranks; meaningless where one is non-finite, which the flags say."""
+        return sum(votes[_VALUE::_COLUMNS]) / self.size
+
+    def all_clear(self, votes: Sequence[float]) -> bool:
+        """Whether no rank has flagged anything."""
+        return not any(vote for column, vote in enumerate(votes) if column % _COLUMNS != _VALUE)
+
+    def mean(self, here: float) -> float:
+        """The mean of all ranks' numbers. Waits for all of them."""
+        if not self.votes:
+            return here
+        number = torch.tensor(here, dtype=torch.float64, device=self._own.device)
+        dist.all_reduce(number, group=self._group)
+        return float(number) / self.size
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank. Waits for all of them."""
+        return self.lowest(-int(here)) < 0
+
+    def lowest(self, here: int) -> int:
+        """The smallest of all ranks' numbers. Waits for all of them."""
+        if not self.votes:
+            return here
+        number = torch.tensor(here, dtype=torch.int64, device=self._own.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._group)
+        return int(number)
 
     def culprits(self, votes: Sequence[float]) -> tuple[Flags, ...]:
         """The ranks that saw something non-finite of their own."""

@@ -23,14 +23,17 @@ from nanguard import _compat
 from nanguard.agree import Ranks
 from nanguard.bench import Bench
 from nanguard.clipper import Clip, Clipper
+from nanguard.islands import Islands
 from nanguard.journal import Journal
 from nanguard.measure import Board, Roll
 from nanguard.naming import names_of, unwrapped
 from nanguard.policy import Policy
 from nanguard.precision import LossScale, Precision, Scaler
+from nanguard.rng import Dice
 from nanguard.salvage import Salvage
 from nanguard.schedule import Schedule, check_schedulers
 from nanguard.shield import Shield, check_optimizers
+from nanguard.snapshot.options import Snapshots
 from nanguard.undo import Undo
 
 log = logging.getLogger("nanguard")
@@ -90,6 +93,8 @@ def assemble(
         board=Board(device, ranks),
         buffers=buffers,
         ema=ema,
+        islands=Islands(model, device.type),
+        dice=Dice(device),
         journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
         names=names_of(model),
         modules=list(model.modules()),
@@ -106,7 +111,7 @@ def choose_sync(sync: str, bench: Bench) -> str:
         names = " and ".join(type(optimizer).__name__ for optimizer in bench.shield.optimizers)
         why = f"{names} cannot skip a step on the device; pass fused=True to Adam, AdamW, SGD or Adagrad"
         if bench.drops_gradients:
-            why = "Policy(drop_bad_gradients=True) needs the host to decide"
+            why = "DropBadGradients() needs the host to decide"
         raise ValueError(f"sync='late' is not possible: {why}. Or use sync='eager', at one sync a step")
     return sync
 
@@ -116,8 +121,8 @@ def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
     how = "no sync a step" if sync == "late" else "one sync a step"
     name = bench.precision.name
     log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, bench.device, how)
-    if bench.policy.drop_bad_gradients and not bench.drops_gradients:
-        log.warning("drop_bad_gradients is ignored in fp16: a scaled overflow says nothing about one parameter")
+    if bench.policy.drops_gradients and not bench.drops_gradients:
+        log.warning("DropBadGradients is ignored in fp16: a scaled overflow says nothing about one parameter")
     slow = bench.shield.not_fused()
     if slow:
         level = logging.INFO if bench.device.type == "cpu" else logging.WARNING
@@ -130,9 +135,25 @@ def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
         sync=sync,
         ranks=bench.ranks.size,
         optimizers=[type(optimizer).__name__ for optimizer in bench.shield.optimizers],
-        policy=asdict(bench.policy),
+        policy=describe(bench.policy),
         parameters=sum(p.numel() for p in bench.model.parameters()),
     )
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """The policy in plain containers, each rung with its name."""
+    ladder = [{"rung": type(rung).__name__, **asdict(rung)} for rung in policy.ladder]
+    return {**asdict(policy), "ladder": ladder}
+
+
+def choose_snapshots(snapshots: Any, policy: Policy) -> Snapshots | None:
+    """What the user chose; ``"auto"`` takes them where the ladder has a use for them, as far back as it may go."""
+    if snapshots == "auto":
+        back = policy.largest_rollback
+        every = Snapshots().every
+        return Snapshots(keep=max(2, 1 + -(-back // every))) if back else None
+    _check_type("snapshots", snapshots, Snapshots | None)
+    return snapshots  # type: ignore[no-any-return]
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -23,9 +23,11 @@ from nanguard.journal import Journal
 from nanguard.measure import Board, Group, Reply, Roll
 from nanguard.naming import names_of, unwrapped
 from nanguard.numerics.clip import scale_
-from nanguard.policy import Policy, decide, judge
+from nanguard.islands import Islands
+from nanguard.policy import Policy, judge
 from nanguard.precision import Precision, Scaler
-from nanguard.records import Action, Found, Reading, Verdict
+from nanguard.records import Found, Reading, Verdict
+from nanguard.rng import Dice
 from nanguard.salvage import Salvage
 from nanguard.schedule import Schedule
 from nanguard.shield import Shield
@@ -37,7 +39,10 @@ log = logging.getLogger("nanguard")
 
 @dataclass(slots=True)
 class Bench:
-    """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open."""
+    """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open.
+
+    ``num_steps`` have been made; ``is_captured`` where one is in a CUDA graph, which cannot be changed any more.
+    """
 
     model: nn.Module
     device: torch.device
@@ -53,15 +58,19 @@ class Bench:
     board: Board
     buffers: Undo
     ema: Any
+    islands: Islands
+    dice: Dice
     journal: Journal
     names: dict[int, str]
     modules: list[nn.Module]
     window: Window | None = None
+    num_steps: int = 0
+    is_captured: bool = False
 
     @property
     def drops_gradients(self) -> bool:
         """Whether single bad gradients are left out; not where they are scaled."""
-        return self.policy.drop_bad_gradients and self.scaler is None
+        return self.policy.drops_gradients and self.scaler is None
 
     def forward_backward(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
@@ -74,6 +83,17 @@ class Bench:
             loss, *aux = result if isinstance(result, tuple) else (result,)
             loss = self.backward(window, loss)
         return loss, tuple(aux)
+
+    def note_world(self, micro: Microbatch, step: int) -> None:
+        """Before a forward pass that may have to be made again."""
+        kind = self.device.type
+        micro.rng = self.dice.now(step)
+        micro.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def look_back(self, micro: Microbatch) -> None:
+        """After it: learns from which generators such passes draw."""
+        if micro.rng is not None:
+            self.dice.compare(micro.rng)
 
     def begin_microbatch(self, window: Window) -> None:
         """Before the forward pass, or each part of it."""
@@ -132,11 +152,12 @@ class Bench:
             epoch=window.epoch,
             batch=window.batch,
             loss=reply.loss,
+            mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
             norms=reply.norms,
             scale=None if self.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
         )
-        if reply.is_finite and not any(reply.votes):
+        if reply.is_finite and self.ranks.all_clear(reply.votes):
             return reading
         gradients, buffers = tuple(self.name(p) for p in reply.bad_params), reply.bad_buffers
         seen: dict[Found, bool] = {
@@ -152,9 +173,9 @@ class Bench:
             ranks=self.ranks.culprits(reply.votes),
         )
 
-    def respond(self, reading: Reading) -> tuple[Verdict, Action]:
-        verdict = judge(reading, scale_floor=None if self.scaler is None else self.scaler.floor)
-        return verdict, decide(self.policy, self.journal.history, verdict)
+    def judge(self, reading: Reading) -> Verdict:
+        """What the reading says by itself."""
+        return judge(reading, scale_floor=None if self.scaler is None else self.scaler.floor)
 
     def update_average(self) -> None:
         if self.ema is not None:
@@ -199,7 +220,7 @@ class Bench:
         self.shield.zero_grad()
         self.window = None
 
-    def name(self, param: nn.Parameter) -> str:
+    def name(self, param: Tensor) -> str:
         if id(param) not in self.names:
             self.names = names_of(self.model)
         return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")

@@ -72,6 +72,14 @@ class Clipper:
             self._window.add_(self._clipped, skip)
             self._clipped = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a learned limit remembers, as it is on the device."""
+        return {} if self._window is None else self._window.tensors()
+
+    def forget(self) -> None:
+        """A learned limit begins anew."""
+        self._window = self._clipped = None
+
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._window is None else self._window.state_dict()
 

@@ -1,46 +1,52 @@
-"""One pass over the data."""
+"""What ``guard.epoch`` gives: one pass over the data, or more where the run goes back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from nanguard.data import END, Data
 
 T = TypeVar("T")
+
+
+class Course(Protocol):
+    """What the guard does as the data go by."""
+
+    data: Data
+
+    def begin_epoch(self, loader: Iterable[object]) -> int: ...
+
+    def hear(self) -> None:
+        """Between two batches: what is due of the steps before; the run may go back."""
+
+    def end_epoch(self) -> bool:
+        """After the last batch of a pass; whether another one follows."""
+
+    def leave_epoch(self, number: int) -> None:
+        """The loop was left before the end."""
 
 
 class Epoch(Generic[T]):
     """Iterates over a loader and tells the guard where it is. Has a length where the loader has one."""
 
-    def __init__(
-        self,
-        loader: Iterable[T],
-        *,
-        begin: Callable[[], int],
-        at: Callable[[int, bool | None], None],
-        end: Callable[[], None],
-        leave: Callable[[int], None],
-    ) -> None:
+    def __init__(self, loader: Iterable[T], course: Course) -> None:
         self._loader = loader
-        self._begin, self._at, self._end, self._leave = begin, at, end, leave
+        self._course = course
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        length = _length(self._loader)
-        number = self._begin()
+        course = self._course
+        number = course.begin_epoch(self._loader)
         try:
-            for position, batch in enumerate(self._loader):
-                self._at(position, None if length is None else position + 1 == length)
-                yield batch
+            goes_on = True
+            while goes_on:
+                while (batch := course.data.fetch()) is not END:
+                    yield batch
+                    course.hear()
+                goes_on = course.end_epoch()
         except BaseException:  # the loop was left, or the loader has failed
-            self._leave(number)
+            course.leave_epoch(number)
             raise
-        self._end()
-
-
-def _length(loader: Iterable[T]) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a stream; a DataLoader over one has __len__ all the same
-        return None

@@ -17,21 +17,20 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard.assembly import assemble, choose_sync, introduce
+from nanguard.assembly import assemble, choose_snapshots, choose_sync, introduce
 from nanguard.clipper import Clip
-from nanguard.eager import Eager
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
-from nanguard.late import Late
-from nanguard.measure import Layout
+from nanguard.ladder import Rollback
 from nanguard.policy import Policy
 from nanguard.precision import LossScale
 from nanguard.records import Incident, Outcome
-from nanguard.window import LossFn, Microbatch, Window
+from nanguard.snapshot.options import Snapshots
+from nanguard.steps import Steps
+from nanguard.window import LossFn
 
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -47,10 +46,13 @@ class Guard:
         schedule_per: ``"step"`` advances the schedule after every applied step, ``"epoch"`` after every epoch.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the accelerator
             supports it, else fp16; fp32 on a CPU.
-        max_norm: the largest gradient norm; None turns clipping off.
+        max_norm: the largest gradient norm; None turns clipping off, ``"policy"`` takes the policy's.
         clip: ``"group"`` clips every parameter group on its own; ``"global"`` all together, as ``clip_grad_norm_``
             does, to the bit; ``AGC()`` (or ``"agc"``) clips by unit, ``ZScore()`` (``"zscore"``) by the recent past.
-        policy: how many non-finite steps may be skipped before training halts.
+        policy: what to do about trouble, from skipping a step to going back to a snapshot. ``Policy()`` is our own
+            ladder, ``Policy.recipe(name)`` one of those in docs/recipes.md.
+        snapshots: how states to go back to are kept; None keeps none, ``"auto"`` does where the policy may go back
+            and memory is plentiful.
         accumulate: how many micro-batches make a step. The loss is divided by it.
         drop_bad_microbatches: leave a non-finite micro-batch out and keep the rest of the step, at the price of a
             second set of gradients.
@@ -59,7 +61,7 @@ class Guard:
         loss_scale: how the fp16 loss scale moves.
         sync: ``"late"`` lets the device skip and tells the host later, without a sync; ``"eager"`` asks the device
             once a step; ``"auto"`` is late on CUDA where all optimizers are fused, else eager.
-        run_dir: where to write the run log; None writes nothing.
+        run_dir: where to write the run log, and snapshots that go to disk; None writes nothing.
         process_group: the ranks that train together; None is all of them.
     """
 
@@ -71,9 +73,10 @@ class Guard:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         schedule_per: Literal["step", "epoch"] = "step",
         precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-        max_norm: float | None = 5.0,
+        max_norm: float | Literal["policy"] | None = "policy",
         clip: Clip = "group",
         policy: Policy | None = None,
+        snapshots: Snapshots | Literal["auto"] | None = "auto",
         accumulate: int = 1,
         drop_bad_microbatches: bool = False,
         ema: nn.Module | None = None,
@@ -82,15 +85,16 @@ class Guard:
         run_dir: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        policy = policy or Policy()
         self._bench = assemble(
             model,
             optimizer,
             scheduler=scheduler,
             schedule_per=schedule_per,
             precision=precision,
-            max_norm=max_norm,
+            max_norm=policy.max_norm if isinstance(max_norm, str) and max_norm == "policy" else max_norm,
             clip=clip,
-            policy=policy or Policy(),
+            policy=policy,
             accumulate=accumulate,
             drop_bad_microbatches=drop_bad_microbatches,
             ema=ema,
@@ -99,13 +103,13 @@ class Guard:
             process_group=process_group,
         )
         self.sync = choose_sync(sync, self._bench)
-        self._late = Late(self._bench) if self.sync == "late" else None
-        self._mode = self._late or Eager(self._bench)
-        self._accumulate = accumulate
-        self._captured: tuple[Layout, Tensor] | None = None
-        self._num_steps = self._num_epochs = 0
-        self._batch: int | None = None
-        self._ends_epoch: bool | None = False
+        self._steps = Steps(
+            self._bench,
+            sync=self.sync,
+            accumulate=accumulate,
+            snapshots=choose_snapshots(snapshots, policy),
+            run_dir=run_dir,
+        )
         introduce(self._bench, asked_precision=precision, sync=self.sync)
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
@@ -134,15 +138,16 @@ class Guard:
         if (batch is _NOTHING) == (microbatches is None):
             raise ValueError("guard.step() takes either a batch or microbatches=[...]")
         if microbatches is None:
-            return self._step_on_one(loss_fn, batch)
-        return self._step_on_many(loss_fn, list(microbatches))
+            return self._steps.on_one(loss_fn, batch)
+        return self._steps.on_many(loss_fn, list(microbatches))
 
     def epoch(self, loader: Iterable[T]) -> Epoch[T]:
         """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
 
-        Micro-batches left over when the loader ends make a last, smaller step. For training data only: one at a time.
+        Micro-batches left over when the loader ends make a last, smaller step. Where the run goes back to a snapshot,
+        batches come again. For training data only: one at a time.
         """
-        return Epoch(loader, begin=self._begin_epoch, at=self._at, end=self._end_epoch, leave=self._leave_epoch)
+        return Epoch(loader, self._steps)
 
     # ---- a loop of the user's own --------------------------------------------------------------------------------
 
@@ -157,7 +162,7 @@ class Guard:
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
         if torch.is_grad_enabled():
-            window = window or self._open(rerunnable=False, divisor=self._accumulate)
+            window = window or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
             self._bench.begin_microbatch(window)
         return self._bench.precision.autocast()
 
@@ -176,7 +181,7 @@ class Guard:
         window = self._bench.window
         if window is None or window.rerunnable or not window.losses:
             raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
-        self._finish(window)
+        self._steps.finish(window)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
@@ -184,15 +189,7 @@ class Guard:
         Run a few steps as usual, ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and update).
         Steps in flight behind a bad one count as lost, since their inputs have been overwritten.
         """
-        if self._late is None or self._captured is None:
-            raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
-        layout, values = self._captured
-        window = self._open(rerunnable=False, divisor=1)
-        window.layout = layout
-        self._bench.window = None
-        self._num_steps += 1
-        graph.replay()
-        self._late.post(window, values)
+        self._steps.replay(graph)
 
     # ---- looking at it -------------------------------------------------------------------------------------------
 
@@ -216,13 +213,18 @@ class Guard:
     @property
     def syncs_per_step(self) -> int:
         """How often a healthy step asks the device and waits for the answer: 0 or 1."""
-        return 0 if self._late is not None else 1
+        return 0 if self.sync == "late" else 1
 
     @property
     def current_step(self) -> int:
         """The number of the step being computed, from 0; it goes back while steps are run again."""
         window = self._bench.window
-        return self._num_steps if window is None else window.step
+        return self._bench.num_steps if window is None else window.step
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch, from 1; 0 before the first. It goes back where the run does."""
+        return self._steps.num_epochs
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -236,12 +238,79 @@ class Guard:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off (and halted)."""
+        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off (and halted).
+
+        ``rolled_back`` says how often the run went back, ``undone`` by how many steps in all.
+        """
         return dict(self._bench.journal.counts)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}={number}" for name, number in self.counts.items())
         return f"Guard(precision={self.precision!r}, sync={self.sync!r}, {counts})"
+
+    # ---- precision of single modules -----------------------------------------------------------------------------
+
+    def keep_fp32(self, *names: str) -> tuple[str, ...]:
+        """Runs these modules in fp32, forward and backward, inside a model that runs in lower precision.
+
+        Names are those of ``model.named_modules()``; patterns such as ``"decoder.layers.*.attn"`` are fine. Returns the
+        names that are new. Takes effect with the next step; what is saved by ``state_dict`` has them.
+        """
+        self.settle()
+        return self._bench.islands.keep(*names)
+
+    def release_fp32(self, *names: str) -> tuple[str, ...]:
+        """Undoes ``keep_fp32``, of all modules where no name is given; returns the names that were released."""
+        self.settle()
+        return self._bench.islands.release(*names)
+
+    @property
+    def kept_fp32(self) -> tuple[str, ...]:
+        """The modules that are kept in fp32, by you or by the ladder."""
+        return self._bench.islands.names
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The good snapshots, each by the number of the step it was taken before; oldest first."""
+        return () if self._steps.keeper is None else self._steps.keeper.steps
+
+    def roll_back(self, steps: int = 1, *, skip_batches: int = 0, lr: float = 1.0) -> str:
+        """Goes back to the newest good snapshot at least ``steps`` old, by hand; says in words what that did.
+
+        What the rung ``Rollback`` does by itself. Inside ``guard.epoch`` the data go back too.
+        """
+        if not self.snapshots:
+            raise ProtocolError(
+                "guard.roll_back() was called and there is no good snapshot yet: the first is good a few steps after it "
+                "was taken, and none is taken with snapshots=None"
+            )
+        self.settle()
+        self._bench.drop_unfinished()
+        did = self._steps.climber.go_back(self._bench.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
+        self._steps.mode.drop_in_flight()
+        self._bench.journal.write("roll_back", step=self._bench.num_steps, did=did)
+        return did
+
+    def resume(self) -> int | None:
+        """Puts back the newest good snapshot that an earlier process has written to ``run_dir``; None: there is none.
+
+        Returns the number of steps made by then. With everything put back, the next ``guard.epoch(loader)`` goes on in
+        the middle of the epoch where the snapshot was taken. Needs ``Snapshots(where="disk")``.
+        """
+        self.settle()
+        return self._steps.resume()
+
+    def can_save(self) -> bool:
+        """Whether a checkpoint saved right now is sound: ``if guard.can_save(): torch.save(...)``.
+
+        False in the middle of a step, while steps are in flight whose readings have not arrived (``guard.settle()``
+        waits for them), and where a weight, buffer or moment is non-finite. Looks at all of them: syncs. Asks no other
+        rank.
+        """
+        in_step = self._bench.window is not None and bool(self._bench.window.losses)
+        return not in_step and self._steps.mode.is_verified() and not self._steps.climber.damaged()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
@@ -250,12 +319,14 @@ class Guard:
 
         ``guard.epoch`` does it at the end of the loader. Call it before saving a checkpoint anywhere else.
         """
-        self._mode.settle()
+        self._steps.settle()
 
     def close(self) -> None:
         """Settles, and ends the run log. ``with Guard(...) as guard:`` does it for you."""
         self.settle()
-        self._bench.journal.close(steps=self._num_steps)
+        if self._steps.keeper is not None:
+            self._steps.keeper.close()
+        self._bench.journal.close(steps=self._bench.num_steps)
 
     def __enter__(self) -> Guard:
         return self
@@ -267,134 +338,28 @@ class Guard:
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, loss scale, latch, learned limits and history, in plain numbers. Settles first."""
+        """Counts, loss scale, learned limits, measures in force and history, in plain numbers. Settles first."""
         self.settle()
         bench = self._bench
         return {
-            "version": 1,
-            "num_steps": self._num_steps,
-            "num_epochs": self._num_epochs,
-            "latch": 0.0 if self._late is None else self._late.latch.item(),
+            "version": 2,
+            **self._steps.facts(),
             "scaler": None if bench.scaler is None else bench.scaler.state_dict(),
             "clipper": bench.clipper.state_dict(),
-            "journal": bench.journal.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes exactly where ``state_dict`` was taken. Model, optimizers, schedulers and EMA have their own."""
         bench = self._bench
-        if state.get("version") != 1:
-            raise ValueError(f"this guard reads state of version 1, got {state.get('version')!r}")
+        if state.get("version") != 2:
+            raise ValueError(f"this guard reads state of version 2, got {state.get('version')!r}")
+        self.settle()
+        self._steps.load_facts(state)
         if (state["scaler"] is None) != (bench.scaler is None):
             raise ValueError(
                 f"the state was saved {'without' if state['scaler'] is None else 'with'} a loss scale, and this guard "
                 f"runs in {self.precision}: use the precision it was saved with"
             )
-        self.settle()
-        self._num_steps, self._num_epochs = state["num_steps"], state["num_epochs"]
-        if self._late is not None:
-            self._late.latch.fill_(state["latch"])
         if bench.scaler is not None:
             bench.scaler.load_state_dict(state["scaler"])
         bench.clipper.load_state_dict(state["clipper"])
-        bench.journal.load_state_dict(state["journal"])
-
-    # ---- one step ------------------------------------------------------------------------------------------------
-
-    def _step_on_one(self, loss_fn: LossFn, batch: Any) -> Any:
-        window = self._bench.window
-        if window is None or not window.rerunnable:
-            window = self._open(rerunnable=True, divisor=self._accumulate)
-            self._bench.shield.zero_grad()  # another loss, or another guard, may have left something
-        ends = len(window.losses) + 1 == window.divisor
-        # Where the loader has no length any batch may be the last one, so ranks then average after each.
-        micro = self._microbatch(loss_fn, batch, is_last=ends or self._ends_epoch is not False)
-        loss, aux = self._run(window, micro)
-        micro.shown = loss
-        if ends:
-            self._finish(window)
-        return (loss, *aux) if aux else loss
-
-    def _step_on_many(self, loss_fn: LossFn, batches: Sequence[Any]) -> Any:
-        if not batches or self._accumulate != 1:
-            raise ValueError(
-                f"microbatches needs at least one batch and accumulate=1, got {len(batches)} batches and "
-                f"accumulate={self._accumulate}"
-            )
-        window = self._open(rerunnable=True, divisor=len(batches))
-        self._bench.shield.zero_grad()
-        auxes = []
-        for place, batch in enumerate(batches, start=1):
-            micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
-            _, aux = self._run(window, micro)
-            auxes.append(aux[0] if len(aux) == 1 else aux)
-        window.shown = window.mean_loss().clone()
-        self._finish(window)
-        return window.shown if auxes[0] == () else (window.shown, auxes)
-
-    def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
-        averages_ranks = isinstance(self._bench.model, DistributedDataParallel)
-        micro = Microbatch(loss_fn, batch, None, reduce_gradients=is_last or not averages_ranks)
-        if self._late is not None and not self._bench.is_capturing:
-            self._late.note_world(micro, self.current_step)
-        return micro
-
-    def _run(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        loss, aux = self._bench.forward_backward(window, micro)
-        window.microbatches.append(micro)
-        if self._late is not None:
-            self._late.look_back(micro)
-        return loss, aux
-
-    def _open(self, *, rerunnable: bool, divisor: int) -> Window:
-        """Begins a step: hears of what is due, then notes what the step may change."""
-        if not self._bench.is_capturing:
-            self._mode.before()
-        elif self._late is None or not self._late.is_settled:
-            raise ProtocolError(
-                "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
-                "fused, capturable optimizers, and call guard.settle() before the capture"
-            )
-        window = Window(self._num_steps, self._num_epochs, self._batch, rerunnable, divisor)
-        self._mode.note(window)
-        self._bench.ranks.forget_()
-        self._bench.window = window
-        return window
-
-    def _finish(self, window: Window) -> None:
-        self._bench.window = None
-        if self._late is not None and self._bench.is_capturing:
-            self._late.protect(window)
-            self._captured = window.layout, self._bench.board.filled  # a graph goes on writing to this very memory
-        else:
-            self._num_steps += 1
-            with self._bench.leaving_no_trace():
-                self._mode.finish(window)
-
-    # ---- epochs --------------------------------------------------------------------------------------------------
-
-    def _begin_epoch(self) -> int:
-        if self._batch is not None:  # the last epoch was left early
-            self._end_epoch()
-        self._bench.drop_unfinished()
-        self.settle()
-        self._num_epochs += 1
-        self._bench.look_again()
-        return self._num_epochs
-
-    def _at(self, position: int, is_last: bool | None) -> None:
-        self._batch, self._ends_epoch = position, is_last
-
-    def _leave_epoch(self, number: int) -> None:
-        if number == self._num_epochs:  # a generator may be closed long after its loop was left
-            self._bench.drop_unfinished()
-            self._ends_epoch = False
-
-    def _end_epoch(self) -> None:
-        window = self._bench.window
-        if window is not None and window.rerunnable and self._ends_epoch is not False:
-            self._finish(window)
-        self._bench.drop_unfinished()
-        self.settle()
-        self._batch, self._ends_epoch = None, False
-        self._bench.schedule.tick_epoch()

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from nanguard.divergence import Trend
 from nanguard.errors import NonFiniteError
 from nanguard.records import Incident, Outcome
 from nanguard.report.panel import halt_message, panel
@@ -15,10 +16,10 @@ from nanguard.runlog import SCHEMA, RunLog
 log = logging.getLogger("nanguard")
 
 _COUNTED = {
-    "apply": "applied",
-    "drop_gradients": "applied",
     "back_off": "backed_off",
     "skip": "skipped",
+    "lower_lr": "skipped",
+    "raise_precision": "skipped",
     "halt": "halted",
 }
 
@@ -30,6 +31,7 @@ class Journal:
         self.history: list[Outcome] = []
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None
+        self.trend = Trend()
         self._speaks = speaks
         self._log = RunLog(run_dir) if run_dir is not None else None
 
@@ -45,19 +47,35 @@ class Journal:
         """Counts, remembers, logs; raises ``NonFiniteError`` where the policy says to halt."""
         self.last = outcome
         reading, response = outcome.verdict.reading, outcome.action.response
-        self.counts[_COUNTED[response]] += 1
+        if response != "roll_back":
+            self.counts["applied" if outcome.applied else _COUNTED[response]] += 1
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost
-        if response == "apply" and not reading.dropped_microbatches:
-            return
         if response == "back_off":
             self._note_overflow(outcome)
-            return
+        elif response != "apply" or reading.dropped_microbatches:
+            self.remember(outcome)
+
+    def remember(self, outcome: Outcome) -> None:
+        """What had to be answered, whether its step has been counted already or not."""
         self.history.append(outcome)
         incident = Incident(number=len(self.history), outcome=outcome)
+        if outcome.action.response == "roll_back":
+            self.counts["rolled_back"] += 1
         self._tell(incident)
-        if response == "halt":
+        if outcome.action.response == "halt":
             raise NonFiniteError(halt_message(incident), incident)
+
+    def ease(self, step: int, what: str) -> None:
+        """A measure was taken back."""
+        self.write("eased", step=step, what=what)
+        if self._speaks:
+            log.info("step %d: after a time without trouble, %s", step, what)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Into the run log."""
+        if self._log is not None:
+            self._log.write(event, **fields)
 
     def _tell(self, incident: Incident) -> None:
         """Into the run log and the terminal. A fault in the telling is logged and never stops a run that is safe."""
@@ -65,24 +83,26 @@ class Journal:
         try:
             path = None
             if self._log is not None:
-                event = "incident" if response in ("skip", "halt") else "drop"
+                event = "drop" if response in ("apply", "drop_gradients") else "incident"
                 self._log.write(event, number=incident.number, **incident.outcome.as_dict())
                 path = str(self._log.path)
             if self._speaks and response != "halt":  # a halt says all this in its error
                 log.warning("%s", panel(incident, path))
         except Exception:
-            log.exception("step %d was %s, but could not be described", incident.reading.step, _COUNTED[response])
+            log.exception("step %d: %s, which could not be described", incident.reading.step, response)
 
     def close(self, *, steps: int) -> None:
         if self._log is not None:
             self._log.write("end", steps=steps, counts=dict(self.counts))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": dict(self.counts), "history": [outcome.as_dict() for outcome in self.history]}
+        history = [outcome.as_dict() for outcome in self.history]
+        return {"counts": dict(self.counts), "history": history, "trend": self.trend.as_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = Counter(state["counts"])
         self.history = [Outcome.from_dict(data) for data in state["history"]]
+        self.trend = Trend.from_dict(state["trend"])
 
     def _note_overflow(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading

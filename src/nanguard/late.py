@@ -13,6 +13,7 @@ arrived, or the device has a full step of work queued: waiting for it leaves no 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +22,21 @@ from nanguard.bench import Bench
 from nanguard.errors import ProtocolError
 from nanguard.mailbox import Mailbox
 from nanguard.measure import Reply
-from nanguard.records import Action, Outcome, Verdict
-from nanguard.rng import Dice
+from nanguard.records import Action, Outcome
+from nanguard.recovery.climber import Climber
 from nanguard.undo import Undo
-from nanguard.window import Microbatch, Window
-
-LAG = 2
-"""How many steps are in flight before the host looks at the first of them."""
+from nanguard.window import LAG, Window
 
 
 class Late:
     """No sync at all on a healthy step."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, bench: Bench, climber: Climber) -> None:
+        self._bench, self._climber = bench, climber
         self._averages = Undo(bench.device)
         if bench.ema is not None:
             self._averages.watch_all(bench.ema)
         self._mailbox = Mailbox(bench.device)
-        self._dice = Dice(bench.device)
         self._in_flight: deque[Window] = deque()
         self.latch = torch.zeros((), device=bench.device)
 
@@ -64,23 +61,23 @@ class Late:
     def is_settled(self) -> bool:
         return not self._in_flight
 
+    def is_verified(self) -> bool:
+        """Whether all that was done is known to be finite, as far as the host can tell without waiting."""
+        return all(window.letter is not None and window.letter.has_arrived() for window in self._in_flight) and not any(
+            map(self._holds_latch, self._in_flight)
+        )
+
+    def drop_in_flight(self) -> None:
+        """The run goes back: what is under way counts no more."""
+        self._in_flight.clear()
+        self.latch.zero_()
+
     def note(self, window: Window) -> None:
         bench = self._bench
         window.elsewhere = [(undo, undo.note_()) for undo in (bench.buffers, self._averages)]
         window.schedule = bench.schedule.note()
         window.num_states = bench.shield.num_states()
         window.training = [(module, module.training) for module in bench.modules]
-
-    def note_world(self, micro: Microbatch, step: int) -> None:
-        """Before a forward pass that the guard may have to make again."""
-        kind = self._bench.device.type
-        micro.rng = self._dice.now(step)
-        micro.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def look_back(self, micro: Microbatch) -> None:
-        """After it: learns from which generators such passes draw."""
-        if micro.rng is not None:
-            self._dice.compare(micro.rng)
 
     def finish(self, window: Window) -> None:
         try:
@@ -94,7 +91,7 @@ class Late:
 
     def _holds_latch(self, window: Window) -> bool:
         assert window.letter is not None
-        verdict, _ = self._bench.respond(self._bench.read(window, Reply(window.layout, window.letter.values())))
+        verdict = self._bench.judge(self._bench.read(window, Reply(window.layout, window.letter.values())))
         return verdict.kind == "nonfinite" or (verdict.kind == "overflow" and window.latches)
 
     def protect(self, window: Window) -> None:
@@ -105,6 +102,7 @@ class Late:
         latched_before = self.latch.clone() if bench.scaler is not None else None
         skip = self._raise_latch_(window)
         bench.clipper.clip_(groups, bench.board.norms)
+        self._climber.fence()
         bench.shield.step_unless(skip)
         bench.buffers.undo_where_(skip)
         bench.update_average()
@@ -144,14 +142,30 @@ class Late:
         """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
         bench, window = self._bench, self._in_flight.popleft()
         assert window.letter is not None
-        verdict, action = bench.respond(bench.read(window, Reply(window.layout, window.letter.read())))
-        if action.response == "apply":
-            bench.journal.record(Outcome(verdict=verdict, action=action, applied=True))
-        elif action.response == "back_off" and not window.latches:
+        verdict = bench.judge(bench.read(window, Reply(window.layout, window.letter.read())))
+        if verdict.kind == "healthy":
+            bench.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
+            answer = self._climber.watch(window, verdict.reading)
+            if answer is not None:
+                if answer.went_back:
+                    self.drop_in_flight()
+                bench.journal.remember(answer.outcome(applied=True))
+            return
+        overflow = Outcome(verdict=verdict, action=Action(response="back_off"), applied=False)
+        if verdict.kind == "overflow":
+            self._climber.back_off(verdict.reading.step)
+        if verdict.kind == "overflow" and not window.latches:
             self._take_back_tick(window)
-            bench.journal.record(Outcome(verdict=verdict, action=action, applied=False))
+            bench.journal.record(overflow)
+            return
+        wake = self._put_back(window)
+        answer = None if verdict.kind == "overflow" else self._climber.answer(window, verdict.reading)
+        if answer is None:
+            self._go_on(overflow, wake)
+        elif answer.went_back:
+            bench.journal.record(answer.outcome(applied=False))
         else:
-            self._recover(window, verdict, action)
+            self._go_on(answer.outcome(applied=False), wake)
 
     def _take_back_tick(self, window: Window) -> None:
         """The schedule as if this step had not advanced it and the ones in flight behind it had."""
@@ -162,8 +176,8 @@ class Late:
                 later.schedule = schedule.note()
                 schedule.tick()
 
-    def _recover(self, window: Window, verdict: Verdict, action: Action) -> None:
-        """Puts back what only the host can, takes the latch down, and runs the wake again."""
+    def _put_back(self, window: Window) -> list[Window]:
+        """Puts back what only the host can, and takes the latch down; returns the wake."""
         bench, wake = self._bench, list(self._in_flight)
         self._in_flight.clear()
         bench.shield.forget_states_after(window.num_states)
@@ -172,9 +186,12 @@ class Late:
         for undo, copies in window.elsewhere:
             undo.put_back(copies)
         self.latch.zero_()
-        rerun = [each for each in wake if each.rerunnable] if action.response != "halt" else []
-        outcome = Outcome(verdict=verdict, action=action, applied=False, rerun=len(rerun), lost=len(wake) - len(rerun))
-        bench.journal.record(outcome)
+        return wake
+
+    def _go_on(self, outcome: Outcome, wake: list[Window]) -> None:
+        """Records, and runs the wake again."""
+        rerun = [each for each in wake if each.rerunnable] if outcome.action.response != "halt" else []
+        self._bench.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))
         if rerun:
             self._run_again(rerun)
 
@@ -183,7 +200,7 @@ class Late:
     def _run_again(self, wake: list[Window]) -> None:
         """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
         bench, waiting = self._bench, deque(wake)
-        rng, schedule = self._dice.now(), bench.schedule.note()
+        rng, schedule = bench.dice.now(), bench.schedule.note()
         training = [(module, module.training) for module in bench.modules]
         try:
             while waiting:

@@ -17,6 +17,10 @@ class Letter:
     arrived: Any
     pool: list[Letter]
 
+    def has_arrived(self) -> bool:
+        """Without waiting."""
+        return self.arrived is None or bool(self.arrived.query())
+
     def values(self) -> list[float]:
         """What was sent; waits for this copy, not for the device's later work."""
         if self.arrived is not None:

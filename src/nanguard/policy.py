@@ -2,60 +2,228 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
-from nanguard.records import Action, Outcome, Reading, Verdict
+from nanguard.divergence import Divergence, Trend
+from nanguard.ladder import (
+    DropBadGradients,
+    Halt,
+    LowerLR,
+    RaisePrecision,
+    Rollback,
+    Rung,
+    Skip,
+    in_words,
+    largest_rollback,
+)
+from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict, span_in_words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _default_ladder() -> tuple[Rung, ...]:
+    """docs/recovery.md says why each rung stands where it does."""
+    return (
+        Skip(times=3, per=100),
+        RaisePrecision("module", times=4, retry_after=5000),
+        RaisePrecision("model", times=1, retry_after=5000),
+        Skip(times=200, per="epoch", when="data"),
+        Rollback(steps=1, times=1, per=1000),
+        Rollback(steps=1, skip_batches="failed", lr=0.5, times=5, per=1000),
+        LowerLR(0.5, recover_after=1000, times=3, per=1000),
+        Halt(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
-    """How much trouble a run may have.
+    """What to do about trouble: rungs from the mildest to the last, the first that fits is taken.
 
-    Up to ``patience`` non-finite steps ``per`` epoch (or run) are skipped; the next one halts training with
-    ``NonFiniteError``. A corrupt update is never accepted, whatever the count.
+    A rung is passed where it does not answer what happened, or has been used ``times`` ``per`` span already. After a
+    rung above has acted, patience starts afresh; where it brought not a single good step, the ones below are passed.
+    Behind the last rung training halts: a corrupt update is never accepted.
 
-    With ``drop_bad_gradients`` a step with a finite loss whose gradients are non-finite for some parameters is
-    applied to the others: the bad gradients become None, so that their parameters and moments stay as they are. It
-    makes the host check every step, and is ignored under fp16 loss scaling, where an overflow says nothing about a
-    single parameter.
+    Args:
+        ladder: the rungs. The default is our own, ``Policy.recipe("default")``.
+        divergence: when a finite loss counts as diverged; None never asks. Only rungs that answer it are taken.
+        max_norm: the gradient norm to clip to where the guard is not given one; None does not clip.
     """
 
-    patience: int = 3
-    per: Literal["epoch", "run"] = "epoch"
-    drop_bad_gradients: bool = False
+    ladder: Sequence[Rung] = field(default_factory=_default_ladder)
+    divergence: Divergence | None = field(default_factory=Divergence)
+    max_norm: float | None = 5.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 0:
-            raise ValueError(f"patience must be a whole number, 0 or more, got {self.patience!r}")
-        if self.per not in ("epoch", "run"):
-            raise ValueError(f"per must be 'epoch' or 'run', got {self.per!r}")
+        rungs = tuple(self.ladder) if isinstance(self.ladder, (list, tuple)) else (self.ladder,)
+        object.__setattr__(self, "ladder", rungs)  # a list is easier to write, a tuple cannot change
+        for rung in rungs:
+            if not isinstance(rung, get_args(Rung)):
+                names = ", ".join(kind.__name__ for kind in get_args(Rung))
+                raise ValueError(f"a ladder holds {names} objects, got {rung!r}")
+            if isinstance(rung, Halt) and rung is not rungs[-1]:
+                raise ValueError("Halt() must be the last rung: nothing after it would ever be reached")
+        if self.divergence is not None and not isinstance(self.divergence, Divergence):
+            raise ValueError(f"divergence must be a Divergence or None, got {self.divergence!r}")
+
+    @classmethod
+    def recipe(cls, name: str, **options: Any) -> Policy:
+        """A policy by name: ``default``, ``speechbrain``, ``tts``, ``separation``, ``llava`` or ``pretrain``.
+
+        docs/recipes.md has their options, and where each comes from.
+        """
+        if name not in _RECIPES:
+            raise ValueError(f"there is no recipe {name!r}; there are {', '.join(map(repr, _RECIPES))}")
+        return _RECIPES[name](**options)
+
+    @property
+    def drops_gradients(self) -> bool:
+        return any(isinstance(rung, DropBadGradients) for rung in self.ladder)
+
+    @property
+    def answers_divergence(self) -> Divergence | None:
+        """The rule of divergence, where any rung would do something about it."""
+        return self.divergence if any(isinstance(rung, (LowerLR, Rollback)) for rung in self.ladder) else None
+
+    @property
+    def largest_rollback(self) -> int:
+        """How many steps back the ladder may want to go; 0 where it never does."""
+        return largest_rollback(tuple(self.ladder))
+
+    def decide(self, history: Sequence[Outcome], verdict: Verdict) -> Action:
+        """What to do, given the outcomes of the steps that needed an answer before. Pure."""
+        if verdict.kind == "healthy":
+            return Action(response="apply")
+        if verdict.kind == "overflow":
+            return Action(response="back_off")
+        if verdict.kind == "divergence" and verdict.cause == "batch":
+            return Action(response="apply")  # the data have become harder, the weights are as good as before
+        passed: list[str] = []
+        lowest = _lowest_rung(history, verdict)
+        for place, rung in enumerate((*self.ladder, Halt())):
+            used = _used(history, verdict, place, rung)
+            why_not = "it did not help just now" if place < lowest else rung.refuses(verdict)
+            if not why_not and rung.times is not None and used >= rung.times:
+                why_not = f"used {used} of {rung.times} {span_in_words(rung.per)}"
+            if not why_not:
+                return Action(
+                    response=rung.response,
+                    rung=place,
+                    count=used + 1,
+                    times=rung.times,
+                    per=rung.per,
+                    passed=tuple(passed),
+                )
+            passed.append(f"{in_words(rung)}: {why_not}")
+        return Action(response="warn", passed=tuple(passed))
 
 
-def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
-    """What a reading means.
+def judge(
+    reading: Reading,
+    *,
+    scale_floor: float | None = None,
+    trend: Trend | None = None,
+    rule: Divergence | None = None,
+    damaged: bool = False,
+    cause: Cause = "unknown",
+    means: Means | None = None,
+) -> Verdict:
+    """What a reading means. ``trend`` is that of the losses before and with this one, ``damaged`` agreed by all ranks.
 
     With a loss scale (``scale_floor`` given), non-finite gradients behind a finite loss are a routine overflow as
     long as the scale can still go down.
     """
+    means = means or Means()
+    diverges = trend is not None and rule is not None and trend.has_diverged(rule)
+    if damaged:
+        return Verdict(kind="damage", reading=reading, cause="weights", means=means)
     if not reading.found:
-        return Verdict(kind="healthy", reading=reading)
+        return Verdict(kind="divergence" if diverges else "healthy", reading=reading, cause=cause, means=means)
     can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
     routine = can_back_off and reading.found == ("gradients",)
-    return Verdict(kind="overflow" if routine else "nonfinite", reading=reading)
+    return Verdict(kind="overflow" if routine else "nonfinite", reading=reading, cause=cause, means=means)
 
 
-def decide(policy: Policy, history: Sequence[Outcome], verdict: Verdict) -> Action:
-    """What to do, given the outcomes of the steps that needed an answer before."""
-    if verdict.kind == "healthy":
-        return Action(response="drop_gradients" if verdict.reading.dropped_gradients else "apply")
-    if verdict.kind == "overflow":
-        return Action(response="back_off")
-    epoch = verdict.reading.epoch
-    before = sum(
-        past.action.response == "skip" and (policy.per == "run" or past.verdict.reading.epoch == epoch)
-        for past in history
+def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) -> int:
+    """How often the rung was taken in its span; patience counts from the last time that a rung above it acted."""
+    used = 0
+    for past in reversed(history):
+        if past.action.rung is None:
+            continue
+        if isinstance(rung, Skip) and past.action.rung > place:
+            break
+        used += past.action.rung == place and _is_within(past.verdict.reading, verdict.reading, rung)
+    return used
+
+
+def _is_within(past: Reading, now: Reading, rung: Rung) -> bool:
+    if rung.per == "run":
+        return True
+    return past.epoch == now.epoch if rung.per == "epoch" else now.step - past.step < int(rung.per)
+
+
+def _lowest_rung(history: Sequence[Outcome], verdict: Verdict) -> int:
+    """Where to start: at the rung taken last, if not a single step was applied since; above it, if it did nothing."""
+    if not history or history[-1].action.rung is None or history[-1].applied:
+        return 0
+    last, rung = history[-1], history[-1].action.rung
+    between = verdict.reading.step - last.verdict.reading.step - 1 - last.lost
+    if between > 0:
+        return 0
+    return rung if last.worked else rung + 1
+
+
+# ---- the named recipes -----------------------------------------------------------------------------------------------
+
+
+def _default() -> Policy:
+    return Policy()
+
+
+def _speechbrain(
+    *, nonfinite_patience: int = 3, skip_nonfinite_grads: bool = False, max_grad_norm: float = 5.0
+) -> Policy:
+    """SpeechBrain's tolerance for non-finite losses: three an epoch are skipped, the fourth halts."""
+    drop: tuple[Rung, ...] = (DropBadGradients(),) if skip_nonfinite_grads else ()
+    ladder = (*drop, Skip(times=nonfinite_patience, per="epoch"), Halt())
+    return Policy(ladder, divergence=None, max_norm=max_grad_norm)
+
+
+def _tts(*, nonfinite_patience: int = 3, skip_nonfinite_grads: bool = False, max_grad_norm: float = 1.0) -> Policy:
+    """The same with a tight norm: attention of text-to-speech breaks on large updates."""
+    return _speechbrain(
+        nonfinite_patience=nonfinite_patience, skip_nonfinite_grads=skip_nonfinite_grads, max_grad_norm=max_grad_norm
     )
-    response: Literal["skip", "halt"] = "skip" if before < policy.patience else "halt"
-    return Action(response=response, count=before + 1, patience=policy.patience, per=policy.per)
+
+
+def _separation(*, clip_grad_norm: float = 5.0, nonfinite_patience: int = 3) -> Policy:
+    """Clipping behind a gate: a negative ``clip_grad_norm`` turns it off, and is never used as a norm."""
+    policy = _speechbrain(nonfinite_patience=nonfinite_patience)
+    return Policy(policy.ladder, divergence=None, max_norm=None if clip_grad_norm < 0 else clip_grad_norm)
+
+
+def _llava(*, lr_backoff: float = 0.5) -> Policy:
+    """On the first non-finite loss all goes to fp32 with a smaller learning rate, once per run; the next one halts."""
+    ladder = (RaisePrecision("model", lr=lr_backoff, verify=False, times=1, per="run"), Halt())
+    return Policy(ladder, divergence=None)
+
+
+def _pretrain(
+    *, patience: int = 3, per: int = 100, rollback_steps: int = 100, skip_batches: int = 300, times: int = 10
+) -> Policy:
+    """Skip; on repetition or divergence go back about 100 steps and step over the next few hundred batches."""
+    ladder = (
+        Skip(times=patience, per=per),
+        Rollback(steps=rollback_steps, skip_batches=skip_batches, times=times, per="run"),
+        Halt(),
+    )
+    return Policy(ladder, max_norm=1.0)
+
+
+_RECIPES: dict[str, Callable[..., Policy]] = {
+    "default": _default,
+    "speechbrain": _speechbrain,
+    "tts": _tts,
+    "separation": _separation,
+    "llava": _llava,
+    "pretrain": _pretrain,
+}

@@ -96,6 +96,15 @@ class Scaler:
             torch.where(frozen != 0, before[0], self.scale, out=self.scale)
             torch.where(frozen != 0, before[1], self._tracker, out=self._tracker)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Its state as it is on the device."""
+        return {"scale": self.scale, "tracker": self._tracker}
+
+    def begin_anew(self) -> None:
+        """Back to the initial scale."""
+        self.scale.fill_(self.options.initial)
+        self._tracker.zero_()
+
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale.item(), "tracker": self._tracker.item()}
 

@@ -5,16 +5,28 @@ They are plain, frozen and on the host: no tensors, so that they can be compared
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Found = Literal["loss", "gradients", "buffers"]
 """Where a non-finite value was seen."""
 
-Kind = Literal["healthy", "overflow", "nonfinite"]
-"""``overflow``: finite loss, non-finite scaled fp16 gradients, and the loss scale can still go down."""
+Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence"]
+"""What a step was.
 
-Response = Literal["apply", "drop_gradients", "back_off", "skip", "halt"]
+``overflow``: finite loss, non-finite scaled fp16 gradients, and the loss scale can still go down. ``damage``: weights,
+buffers or optimizer state were non-finite before the step, which no skip undoes. ``divergence``: the loss is finite
+and has left its own past.
+"""
+
+Cause = Literal["unknown", "input", "batch", "weights"]
+"""Whose fault it is, as far as was looked: ``input``, the batch holds NaN or Inf; ``batch``, the weights still work on
+a batch known to be good; ``weights``, they do not."""
+
+Response = Literal[
+    "apply", "warn", "drop_gradients", "back_off", "skip", "lower_lr", "raise_precision", "roll_back", "halt"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +46,14 @@ class Reading:
     ``found`` says what was non-finite, on this rank or any other: it is the same on all of them. ``gradients`` and
     ``buffers`` name what was so on this rank; ``ranks`` are those that saw something of their own.
     ``norms`` are gradient norms before clipping, one for each parameter group (a single one with ``clip="global"``).
+    ``mean_loss`` is the mean over ranks. ``damaged`` names what was non-finite before the step, on this rank.
     """
 
     step: int
     epoch: int
     batch: int | None
     loss: float
+    mean_loss: float = math.nan
     norms: tuple[float, ...] = ()
     scale: float | None = None
     found: tuple[Found, ...] = ()
@@ -48,35 +62,59 @@ class Reading:
     ranks: tuple[Flags, ...] = ()
     dropped_microbatches: tuple[int, ...] = ()
     dropped_gradients: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """What could be done just then: the same on all ranks. ``snapshots`` are the steps of the good ones."""
+
+    can_drop_gradients: bool = False
+    lower_precision: bool = False
+    can_run_again: bool = False
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a reading means."""
+    """What a reading means, whose fault it is, and what could be done about it."""
 
     kind: Kind
     reading: Reading
+    cause: Cause = "unknown"
+    means: Means = Means()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What the policy answers to a verdict, with its count of patience where that applies."""
+    """What the policy answers to a verdict: the rung of the ladder, and the how-manieth use of it this is.
+
+    ``passed`` says of each rung below why it was not taken.
+    """
 
     response: Response
+    rung: int | None = None
     count: int = 0
-    patience: int = 0
-    per: str = ""
+    times: int | None = None
+    per: str | int = ""
+    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a step. ``rerun`` and ``lost`` count the steps that were in flight behind a bad one."""
+    """What became of a step. ``rerun`` and ``lost`` count the steps that were in flight behind a bad one.
+
+    ``did`` says what the rung did, in words: which module, which learning rate, back to which step; ``worked`` is False
+    for a rung that was tried, had no use and was taken back.
+    """
 
     verdict: Verdict
     action: Action
     applied: bool
     rerun: int = 0
     lost: int = 0
+    did: str = ""
+    worked: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers and numbers only; ``from_dict`` reads it back."""
@@ -84,11 +122,11 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        fields = data["verdict"]["reading"].items()
-        reading: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields}
+        verdict, reading = data["verdict"], _tupled(data["verdict"]["reading"])
         reading["ranks"] = tuple(Flags(**flags) for flags in reading["ranks"])
-        verdict = Verdict(kind=data["verdict"]["kind"], reading=Reading(**reading))
-        return cls(**{**data, "verdict": verdict, "action": Action(**data["action"])})
+        means = Means(**_tupled(verdict["means"]))
+        verdict = Verdict(**{**verdict, "reading": Reading(**reading), "means": means})
+        return cls(**{**data, "verdict": verdict, "action": Action(**_tupled(data["action"]))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,3 +139,13 @@ class Incident:
     @property
     def reading(self) -> Reading:
         return self.outcome.verdict.reading
+
+
+def span_in_words(per: str | int) -> str:
+    """``this epoch``, ``this run``, ``within 100 steps``."""
+    return f"within {per} steps" if isinstance(per, int) else f"this {per}"
+
+
+def _tupled(fields: dict[str, Any]) -> dict[str, Any]:
+    """With tuples again where JSON has made lists of them."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -25,6 +25,14 @@ class RngState:
     cuda: tuple[int, int] | None
     host: tuple[Any, Any] | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, numbers and one tensor; ``from_dict`` reads it back."""
+        return {"cpu": self.cpu, "cuda": self.cuda, "host": self.host}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RngState:
+        return cls(data["cpu"], data["cuda"], data["host"])
+
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
@@ -44,6 +52,7 @@ class Dice:
         self._drawn_on_host = False
 
     def now(self, step: int = 0) -> RngState:
+        """Of Python's and NumPy's generators always at step 0."""
         look = self._drawn_on_host or step < _FIRST or step % _EVERY == 0
         cuda = None
         if self._generator is not None:  # two numbers are all of its state, and quicker to read than the tensor of it

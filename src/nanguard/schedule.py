@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,20 @@ Options = dict[str, Any]
 
 _SCHEDULED = ("lr", "momentum", "betas")
 
+_BASES = ("base_lrs", "max_lrs", "eta_min", "_last_lr", "min_lrs")
+_GROUP_BASES = ("initial_lr", "max_lr", "min_lr", "swa_lr")
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleNote:
-    """Options of the parameter groups of each optimizer, and states of all schedulers, as they were."""
+    """Options of the parameter groups of each optimizer, and states of all schedulers, as they were.
+
+    ``factor`` is what the learning rate had been lowered by then.
+    """
 
     options: list[list[Options]]
     schedulers: list[Options]
+    factor: float
 
 
 class Schedule:
@@ -31,6 +38,22 @@ class Schedule:
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._per = per
+        self.factor = 1.0
+        """What the learning rate has been multiplied by, against what the schedule would say."""
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter group now. Syncs where they are tensors on the device."""
+        return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies the learning rate from here on: the schedule's base too, or its next tick would undo it."""
+        self.factor *= factor
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                _multiply(group, ("lr", *_GROUP_BASES), factor)
+        for scheduler in _all_of(self._schedulers):
+            _multiply(vars(scheduler), _BASES, factor)
 
     @property
     def is_ours(self) -> bool:
@@ -50,15 +73,18 @@ class Schedule:
             for scheduler in self._schedulers:
                 scheduler.step()
 
-    def note(self) -> ScheduleNote:
+    def note(self, *, everything: bool = False) -> ScheduleNote:
         """Where the guard moves the learning rate, what schedulers move; else everything, for it is the user's."""
-        keys = _SCHEDULED if self._schedulers else None
+        keys = _SCHEDULED if self._schedulers and not everything else None
         return ScheduleNote(
             [[_copied_options(group, keys) for group in optimizer.param_groups] for optimizer in self._optimizers],
             [_copied_options(scheduler.state_dict()) for scheduler in self._schedulers],
+            self.factor,
         )
 
     def restore(self, note: ScheduleNote) -> None:
+        """As it was, but for what the learning rate has been lowered by since: that stays."""
+        factor, self.factor = self.factor, note.factor
         for optimizer, groups in zip(self._optimizers, note.options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=False):  # one may have been added since
                 for key, value in options.items():
@@ -68,6 +94,8 @@ class Schedule:
                         group[key] = _copied(value)
         for scheduler, state in zip(self._schedulers, note.schedulers, strict=True):
             scheduler.load_state_dict(_copied_options(state))
+        if factor != note.factor:
+            self.multiply(factor / note.factor)
 
 
 def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
@@ -106,3 +134,22 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
     return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _all_of(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """The schedulers and those inside them (``SequentialLR``, ``ChainedScheduler``)."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _all_of(getattr(scheduler, "_schedulers", ()))
+
+
+def _multiply(place: dict[str, Any], keys: Sequence[str], factor: float) -> None:
+    """The numbers under ``keys``, tensors in place: a captured step reads that very memory."""
+    for key in keys:
+        value = place.get(key)
+        if isinstance(value, torch.Tensor):
+            value.mul_(factor)
+        elif isinstance(value, (list, tuple)):
+            place[key] = type(value)(each * factor for each in value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            place[key] = value * factor

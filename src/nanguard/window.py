@@ -18,6 +18,9 @@ from nanguard.undo import Copies, Undo
 
 LossFn = Callable[[Any, Any], Any]
 
+LAG = 2
+"""How many steps are in flight before the host looks at the first of them."""
+
 
 @dataclass(slots=True)
 class Microbatch:
@@ -49,7 +52,8 @@ class Window:
     """One optimizer step, from the first note to the reading on its way to the host.
 
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
-    itself ran the forward pass and can do so again.
+    itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
+    position.
     """
 
     step: int
@@ -58,6 +62,8 @@ class Window:
     rerunnable: bool
     divisor: int
     microbatches: list[Microbatch] = field(default_factory=list)
+    last_seen: Any = None
+    last_batch: int | None = None
     losses: list[Tensor] = field(default_factory=list)
     in_microbatch: bool = False
     flags: list[Tensor] = field(default_factory=list)
@@ -69,6 +75,11 @@ class Window:
     layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True
+
+    @property
+    def batches(self) -> list[Any]:
+        """The data of the step, as far as they were seen."""
+        return [micro.batch for micro in self.microbatches] or [self.last_seen]
 
     def afresh(self) -> Window:
         """The same step, not yet run."""

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 HOOKS = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 MAX_NORM = 0.5
-PATIENT = nanguard.Policy(patience=99)
+PATIENT = nanguard.Policy([nanguard.Skip(99)])
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def plain_without(left_out: set[int], number: int, **setup: Any) -> dict[str, st
 def halts(*, into: str, sync: str, style: str) -> Result:
     """Patience for one step, faults on rank 1 at steps 2 and 5."""
     ours = Setup()
-    guard = ours.guard(sync=sync, policy=nanguard.Policy(patience=1))
+    guard = ours.guard(sync=sync, policy=nanguard.Policy([nanguard.Skip(1)]))
     raised: Result | None = None
     reached = 0
     with inject(guard, fault(into, 2, 5, rank=1)) as injector:
@@ -447,10 +447,13 @@ def unwrapped(*, into: str, sync: str, style: str) -> Result:
     }
 
 
-def bad_buffer(*, sync: str, style: str, precision: str = "fp32", overflow: bool = False, **policy: Any) -> Result:
+def bad_buffer(
+    *, sync: str, style: str, precision: str = "fp32", overflow: bool = False, drop_bad_gradients: bool = False
+) -> Result:
     """On rank 1 only, a buffer turns NaN at step 3 while the loss stays finite; where asked, gradients overflow too."""
     ours = Setup(model="Recording")
-    guard = ours.guard(sync=sync, precision=precision, policy=nanguard.Policy(patience=99, **policy))
+    first = [nanguard.DropBadGradients()] if drop_bad_gradients else []
+    guard = ours.guard(sync=sync, precision=precision, policy=nanguard.Policy([*first, nanguard.Skip(99)]))
     data = batches(8)
     if dist.get_rank() == 1:
         data[3][0][0, 0] = NAN
@@ -473,7 +476,7 @@ def bad_buffer(*, sync: str, style: str, precision: str = "fp32", overflow: bool
 def dropped_gradient() -> Result:
     """``drop_bad_gradients`` with a NaN gradient of one parameter on rank 1 at step 3."""
     ours = Setup()
-    guard = ours.guard(sync="eager", policy=nanguard.Policy(drop_bad_gradients=True))
+    guard = ours.guard(sync="eager", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]))
     with inject(guard, fault("gradient", 3, rank=1)):
         data = batches(8)
         for batch in data[:3]:
@@ -497,7 +500,7 @@ def dropped_gradient() -> Result:
 def nothing_left() -> Result:
     """``drop_bad_gradients`` without DDP: on rank 0 all gradients are NaN at step 3, behind a finite loss."""
     ours = Setup(wrapped=False)
-    guard = ours.guard(sync="eager", policy=nanguard.Policy(drop_bad_gradients=True))
+    guard = ours.guard(sync="eager", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]))
     names = [name for name, _ in ours.model.named_parameters()]
     with inject(guard, *(fault("gradient", 3, rank=0, name=name) for name in names)):
         for batch in batches(6):

@@ -5,68 +5,107 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nanguard.records import Incident, Reading
+from nanguard.records import Action, Incident, Outcome, Reading, span_in_words
 
 _UNTOUCHED = "weights, optimizer state, buffers and schedule, exactly as before this step"
+_CAUSES = {
+    "input": "the batch itself holds NaN or Inf",
+    "batch": "this batch: the weights still work on one that was good before",
+    "weights": "the weights: a batch that was good before is no longer",
+}
 
 
 def panel(incident: Incident, where: str | None = None) -> str:
     """The incident in a few lines; ``where`` is the run log, if there is one."""
-    reading, action = incident.reading, incident.outcome.action
-    if action.response == "drop_gradients":
-        headline = "bad gradients dropped, the step applied to all other parameters"
-    elif action.response == "halt":
-        headline = "training halted, nothing changed"
-    elif action.response == "apply":
-        headline = "bad micro-batches dropped, the rest of the step applied"
-    else:
-        headline = f"step skipped, nothing changed ({action.count} of {action.patience} this {action.per})"
-    rows = [("found", _found(reading)), ("batch", _position(reading))]
+    reading, outcome = incident.reading, incident.outcome
+    rows = [("found", _found(outcome)), ("batch", _position(reading))]
+    cause = outcome.verdict.cause
+    if cause in _CAUSES and outcome.verdict.kind != "damage":
+        rows.append(("cause", _CAUSES[cause]))
     if reading.ranks:
         rows.append(("ranks", "seen first by " + _listed([f"rank {flags.rank}" for flags in reading.ranks])))
     if reading.dropped_microbatches:
         rows.append(("dropped", "micro-batch " + _listed([str(i) for i in reading.dropped_microbatches])))
     if reading.dropped_gradients:
         rows.append(("dropped", _listed(reading.dropped_gradients)))
-    if not incident.outcome.applied:
+    if outcome.did:
+        rows.append(("done", outcome.did))
+    if not outcome.applied and outcome.action.response not in ("roll_back", "raise_precision", "lower_lr"):
         rows.append(("kept", _UNTOUCHED))
-    if incident.outcome.rerun:
-        rows.append(("in flight", f"{_steps(incident.outcome.rerun)} behind it had no effect and ran again"))
-    if incident.outcome.lost:
-        rows.append(("in flight", f"{_steps(incident.outcome.lost)} behind it had no effect and count as skipped"))
+    if outcome.rerun:
+        rows.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
+    if outcome.lost:
+        rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
     if where:
         rows.append(("log", where))
-    lines = [f" nanguard  step {reading.step:,}  {_noun(reading)}: {headline}"]
+    lines = [f" nanguard  step {reading.step:,}  {_noun(outcome)}: {_headline(outcome)}"]
     return "\n".join(lines + [f"   {name:<9} {text}" for name, text in rows])
 
 
 def halt_message(incident: Incident) -> str:
     """What ``NonFiniteError`` says: what, where, why, what is preserved, what to do."""
-    reading, action = incident.reading, incident.outcome.action
-    allowed = {0: "no non-finite step is", 1: "1 skipped step is"}.get(
-        action.patience, f"{action.patience} skipped steps are"
-    )
+    reading, outcome = incident.reading, incident.outcome
     ranks = f" on {_listed([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
+    tried = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
+    if outcome.verdict.kind == "damage":
+        kept = (
+            f"Not sound: {_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step. "
+            "Do not save this state; go on from the last good checkpoint (`nanguard check FILE` tells)."
+        )
+        then = (
+            "Next: find out what wrote to them. Snapshots would have let the run go back by itself: "
+            "Guard(..., snapshots=Snapshots())."
+        )
+    else:
+        kept = f"Preserved: {_UNTOUCHED}, so a checkpoint saved now is sound."
+        then = (
+            "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
+            "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy()."
+        )
     return (
-        f"{_noun(reading)} at step {reading.step:,} ({_position(reading)}){ranks}: {_found(reading)}.\n"
-        f"Halted: {allowed} allowed per {action.per}, and this is number {action.count}.\n"
-        f"Preserved: {_UNTOUCHED}, so a checkpoint saved now is sound.\n"
-        "Next: look at that batch and at the parameters named above. To go on for longer, raise the patience, "
-        f"Policy(patience={max(2 * action.patience, 3)}); to leave single bad gradients out, "
-        "Policy(drop_bad_gradients=True)."
+        f"{_noun(outcome)} at step {reading.step:,} ({_position(reading)}){ranks}: {_found(outcome)}.\n"
+        f"Halted, since no rung of the ladder was left: {tried}.\n{kept}\n{then}"
     )
 
 
-def _noun(reading: Reading) -> str:
-    found = reading.found
-    if not found:
+def _headline(outcome: Outcome) -> str:
+    action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
+    if action.response == "skip":
+        return f"step skipped, nothing changed{_counted(action)}"
+    return {
+        "apply": "bad micro-batches dropped, the rest of the step applied",
+        "drop_gradients": "bad gradients dropped, the step applied to all other parameters",
+        "lower_lr": f"{skipped}, learning rate lowered{_counted(action)}",
+        "raise_precision": f"{skipped}, precision raised{_counted(action)}",
+        "roll_back": f"rolled back{_counted(action)}",
+        "warn": "nothing on the ladder answers it, training goes on",
+        "halt": "training halted, nothing changed",
+    }[action.response]
+
+
+def _counted(action: Action) -> str:
+    return "" if action.times is None else f" ({action.count} of {action.times} {span_in_words(action.per)})"
+
+
+def _noun(outcome: Outcome) -> str:
+    reading, kind = outcome.verdict.reading, outcome.verdict.kind
+    if kind == "damage":
+        return "damaged state"
+    if kind == "divergence":
+        return "diverged loss"
+    if not reading.found:
         return "non-finite micro-batch" if reading.dropped_microbatches else "non-finite gradient"
-    return "non-finite " + {"loss": "loss", "gradients": "gradient", "buffers": "buffer"}[found[0]]
+    return "non-finite " + {"loss": "loss", "gradients": "gradient", "buffers": "buffer"}[reading.found[0]]
 
 
-def _found(reading: Reading) -> str:
+def _found(outcome: Outcome) -> str:
+    reading = outcome.verdict.reading
     parts = []
     elsewhere = "of another rank"
+    if outcome.verdict.kind == "damage":
+        parts.append(f"non-finite before this step: {_listed(reading.damaged) if reading.damaged else elsewhere}")
+    if outcome.verdict.kind == "divergence" and not reading.found:
+        parts.append(f"loss {reading.mean_loss:.4g}, and the ones before it, far above their own past")
     if "loss" in reading.found:
         parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else f'{reading.loss:g}'}")
     if "gradients" in reading.found:

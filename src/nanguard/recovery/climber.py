@@ -1,0 +1,271 @@
+"""Climbs the ladder: gathers what speaks for whose fault it is, asks the policy, does what the rung says.
+
+Called with the world as the failing step found it. All ranks come here together and decide by the same records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanguard.bench import Bench
+from nanguard.data import Data, Place
+from nanguard.divergence import Trend
+from nanguard.ladder import LowerLR, RaisePrecision, Rollback
+from nanguard.policy import judge
+from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict
+from nanguard.recovery.culprit import find_culprit
+from nanguard.recovery.evidence import holds_nonfinite, nonfinite_names
+from nanguard.recovery.measures import Measures
+from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.snapshot.keeper import Keeper
+from nanguard.snapshot.world import World
+from nanguard.window import Window
+
+log = logging.getLogger("nanguard")
+
+Between = tuple[Place, Place] | None
+
+_MOST_MODULES = 4
+"""How many modules one rung raises at most: more than a few is the whole model's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was decided and done. ``went_back`` where nothing of the steps in flight counts any more."""
+
+    verdict: Verdict
+    action: Action
+    did: str = ""
+    went_back: bool = False
+
+    def outcome(self, *, applied: bool, rerun: int = 0, lost: int = 0) -> Outcome:
+        return Outcome(verdict=self.verdict, action=self.action, applied=applied, rerun=rerun, lost=lost, did=self.did)
+
+
+class Climber:
+    """``keeper`` is there where snapshots are taken."""
+
+    def __init__(self, bench: Bench, data: Data, keeper: Keeper | None) -> None:
+        self._bench, self._data, self.keeper = bench, data, keeper
+        self._world = World(bench)
+        self.measures = Measures(bench)
+        self._rehearsal = Rehearsal(bench)
+        self._witness: Window | None = None
+        self._places: deque[tuple[int, Place]] = deque(maxlen=512)
+        self._from_the_start = frozenset(nonfinite_names(self._world.tensors()))
+        if self._from_the_start:
+            log.warning("non-finite before training begins: %s", ", ".join(sorted(self._from_the_start)[:5]))
+
+    # ---- what the two ways of guarding call ----------------------------------------------------------------------
+
+    def watch(self, window: Window, reading: Reading) -> Answer | None:
+        """A healthy step: lets snapshots and the trend of the loss know. An answer where the loss has diverged."""
+        journal, rule = self._bench.journal, self._bench.policy.answers_divergence
+        if rule is not None:
+            journal.trend = journal.trend.after(reading.mean_loss, rule)
+        if self.keeper is not None:
+            self.keeper.heard(reading.step)
+        if reading.batch is not None:
+            self._places.append((reading.step, (reading.epoch, reading.batch)))
+        if rule is None or not journal.trend.beyond:
+            if window.rerunnable:
+                self._witness = window
+            return None
+        if not journal.trend.has_diverged(rule):
+            return None
+        cause: Cause = "unknown"
+        if self._witness is not None:
+            is_fine = self._rehearsal.loss_of(self._witness) <= journal.trend.limit(rule)
+            cause = "batch" if is_fine else "weights"
+        verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(window))
+        answer = self._climb(window, verdict)
+        if not answer.went_back:
+            lowered = answer.action.response == "lower_lr"
+            journal.trend = replace(journal.trend, beyond=0) if lowered else Trend()
+        return answer
+
+    def answer(self, window: Window, reading: Reading) -> Answer:
+        """A step that was not finite, and did not change anything."""
+        if self.keeper is not None:
+            self.keeper.trouble(reading.step)
+        damaged = self.damaged()
+        reading = replace(reading, damaged=damaged)
+        is_damaged = self._bench.ranks.any(bool(damaged))
+        return self._climb(window, judge(reading, damaged=is_damaged, means=self._means(window)))
+
+    def fence(self) -> None:
+        """Before anything is written that a snapshot may still be read from. Does not sync."""
+        if self.keeper is not None:
+            self.keeper.fence()
+
+    def back_off(self, step: int) -> None:
+        """A routine overflow: what was copied of the world behind it is not as it will be."""
+        if self.keeper is not None:
+            self.keeper.trouble(step, routine=True)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Names of weights, buffers and optimizer state that are non-finite and were not always so. Syncs."""
+        live = self._world.tensors()
+        bad = [name for name in nonfinite_names(live) if name not in self._from_the_start]
+        if not bad:
+            return ()
+        buffers = self._world.buffers()
+        return tuple(name for name in bad if self._was_finite(name, live[name], is_buffer=name in buffers))
+
+    def _was_finite(self, name: str, now: Tensor, *, is_buffer: bool) -> bool:
+        """Whether something is non-finite that was finite in the last good snapshot.
+
+        Where there is none, weights and optimizer state count; a buffer may be a mask that is meant to be so.
+        """
+        then = None if self.keeper is None else self.keeper.saved(name)
+        if then is None or then.shape != now.shape:
+            return not is_buffer
+        return bool((~torch.isfinite(now.detach()) & torch.isfinite(then.to(now.device))).any())
+
+    @property
+    def last_trouble(self) -> int:
+        history = self._bench.journal.history
+        return history[-1].verdict.reading.step if history else -1
+
+    def ease(self, step: int) -> None:
+        """Takes back measures that have been in force without trouble for long enough."""
+        for what in self.measures.ease(step, self.last_trouble):
+            self._bench.journal.ease(step, what)
+
+    def go_back(self, step: int, rung: Rollback, *, count: int = 1, between: Between = None) -> str:
+        """Rolls back as the rung says, ``step`` being the one at which trouble showed first; what it did, in words."""
+        assert self.keeper is not None
+        snapshot = self.keeper.choose(step, back=rung.steps, count=count)
+        assert snapshot is not None
+        now = self._bench.num_steps
+        facts = self.keeper.go_back(snapshot, now=now)
+        over = rung.skip_batches if isinstance(rung.skip_batches, int) else 0
+        data = self._data.go_back(facts["data"], over=over, between=between)
+        self._witness = None
+        self._places.clear()
+        self._bench.journal.counts["undone"] += now - facts["step"]
+        lowered = self.measures.lower_lr(rung.lr, now, None)
+        return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, lowered]))
+
+    # ---- deciding ------------------------------------------------------------------------------------------------
+
+    def _climb(self, window: Window, verdict: Verdict) -> Answer:
+        policy, history = self._bench.policy, self._bench.journal.history
+        action = policy.decide(history, verdict)
+        if verdict.kind == "nonfinite" and action.response != "skip":
+            verdict = self._with_cause(window, verdict)
+            action = policy.decide(history, verdict)
+        attempts: list[Outcome] = []
+        while True:
+            answer = self._act(window, verdict, action)
+            if answer is not None:
+                return answer
+            attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
+            action = policy.decide([*history, *attempts], verdict)
+
+    def _means(self, window: Window) -> Means:
+        return Means(
+            lower_precision=self.measures.can_raise_precision and not self._bench.is_captured,
+            can_run_again=window.rerunnable and bool(window.microbatches),
+            snapshots=() if self.keeper is None else self.keeper.steps,
+        )
+
+    def _with_cause(self, window: Window, verdict: Verdict) -> Verdict:
+        """Looks at the batch; then at whether the weights still work on one that was good."""
+        if self._bench.ranks.any(any(map(holds_nonfinite, window.batches))):
+            return replace(verdict, cause="input")
+        if self._witness is None:
+            return verdict
+        if self._rehearsal.is_sound(self._witness):
+            return replace(verdict, cause="batch")
+        was_leaving = self._bench.journal.trend.beyond >= 2
+        return replace(verdict, cause="weights", kind="divergence" if was_leaving else verdict.kind)
+
+    # ---- acting --------------------------------------------------------------------------------------------------
+
+    def _act(self, window: Window, verdict: Verdict, action: Action) -> Answer | None:
+        """Does what the rung says; None where that turned out to be of no use and was taken back."""
+        ladder, step = self._bench.policy.ladder, verdict.reading.step
+        rung = ladder[action.rung] if action.rung is not None and action.rung < len(ladder) else None
+        if isinstance(rung, LowerLR):
+            return Answer(verdict, action, self.measures.lower_lr(rung.factor, step, rung.recover_after))
+        if isinstance(rung, Rollback):
+            between = self._failed(window, verdict) if rung.skip_batches == "failed" else None
+            did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
+            return Answer(verdict, action, did, went_back=True)
+        if isinstance(rung, RaisePrecision):
+            raised = self._raise_precision(window, rung, step)
+            if raised is None:
+                return None
+            lowered = self.measures.lower_lr(rung.lr, step, None)
+            return Answer(verdict, action, "; ".join(filter(None, [raised, lowered])))
+        return Answer(verdict, action)
+
+    def _raise_precision(self, window: Window, rung: RaisePrecision, step: int) -> str | None:
+        if not self.measures.can_raise_precision:
+            return "everything runs in fp32 already"
+        if rung.scope == "model":
+            if rung.verify and window.rerunnable and not self._helps_in_fp32(window):
+                return None
+            return self.measures.leave_autocast(step, rung.retry_after)
+        names = self._modules_that_help(window, verify=rung.verify)
+        return self.measures.keep_modules(names, step, rung.retry_after) if names else None
+
+    def _helps_in_fp32(self, window: Window) -> bool:
+        """Whether the step is sound with everything in fp32; nothing is cast for it."""
+        islands, autocasts = self._bench.islands, self._bench.precision.dtype is not None
+        kept = islands.keep("")
+        if autocasts:
+            self.measures.enter_fp32()
+        try:
+            return self._rehearsal.is_sound(window)
+        finally:
+            if autocasts:
+                self.measures.leave_fp32()
+            if kept:
+                islands.release(*kept)
+
+    def _modules_that_help(self, window: Window, *, verify: bool) -> tuple[str, ...]:
+        """The fewest modules found that make the step sound in fp32; none where no few of them do."""
+        islands, kept = self._bench.islands, list[str]()
+        for _ in range(_MOST_MODULES):
+            name = find_culprit(self._bench, self._rehearsal, window)
+            while name and name in islands.names:  # what it hands on does not fit into the lower precision either
+                name = name.rpartition(".")[0]
+            if not name:
+                break
+            kept += islands.keep(name)
+            if not verify or self._rehearsal.is_sound(window):
+                return tuple(kept)
+        if kept:
+            islands.release(*kept)
+        return ()
+
+    def _first_sign(self, verdict: Verdict) -> int:
+        """The step at which trouble showed first: of the losses beyond their past, or of the bad steps in a row."""
+        first = verdict.reading.step
+        if self._bench.journal.trend.beyond:
+            return first - self._bench.journal.trend.beyond + 1
+        for past in reversed(self._bench.journal.history):
+            if past.applied or past.action.response == "roll_back":
+                break
+            if past.verdict.reading.step + past.lost < first - 1:
+                break
+            first = past.verdict.reading.step
+        return first
+
+    def _failed(self, window: Window, verdict: Verdict) -> Between:
+        """The batches from the first sign of trouble to this step."""
+        reading, first = verdict.reading, self._first_sign(verdict)
+        if reading.batch is None:
+            return None
+        last = (reading.epoch, reading.batch if window.last_batch is None else window.last_batch)
+        readings = [past.verdict.reading for past in self._bench.journal.history]
+        places = [place for step, place in self._places if step >= first]
+        places += [(r.epoch, r.batch) for r in readings if r.batch is not None and r.step >= first]
+        return min([(reading.epoch, reading.batch), *places]), last

@@ -1,0 +1,130 @@
+"""What has been done about trouble and is still in force, and how it is taken back when all went well for long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nanguard.bench import Bench
+from nanguard.precision import Precision, Scaler
+from nanguard.upcast import to_fp32_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """``since`` step number so-and-so; taken back after ``ease_after`` steps without trouble, None never."""
+
+    kind: Literal["lr", "modules", "model"]
+    since: int
+    ease_after: int | None
+    factor: float = 1.0
+    modules: tuple[str, ...] = ()
+
+
+class Measures:
+    """In force now. The lower precision is kept aside while the model is out of autocast."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.active: list[Measure] = []
+        self._raised: Counter[str] = Counter()
+        self._lower: tuple[Precision, Scaler | None] | None = None
+
+    @property
+    def can_raise_precision(self) -> bool:
+        """Whether anything runs below fp32."""
+        halves = any(p.is_floating_point() and p.element_size() < 4 for p in self._bench.model.parameters())
+        return self._bench.precision.dtype is not None or halves
+
+    def lower_lr(self, factor: float, step: int, ease_after: int | None) -> str:
+        if factor == 1.0:
+            return ""
+        self._bench.schedule.multiply(factor)
+        self.active.append(Measure(kind="lr", since=step, ease_after=ease_after, factor=factor))
+        return f"learning rate multiplied by {factor:g}, now {_rates(self._bench)}"
+
+    def keep_modules(self, names: tuple[str, ...], step: int, ease_after: int | None) -> str:
+        self._bench.islands.keep(*names)
+        self._begin_scale_anew()
+        wait = self._patience(",".join(names), ease_after)
+        self.active.append(Measure(kind="modules", since=step, ease_after=wait, modules=names))
+        return f"{' and '.join(names)} in fp32 from now on"
+
+    def leave_autocast(self, step: int, ease_after: int | None) -> str:
+        bench = self._bench
+        cast = to_fp32_(bench.model, bench.shield.optimizers, () if bench.ema is None else (bench.ema,))
+        if bench.precision.dtype is not None:
+            self.enter_fp32()
+            wait = self._patience("", ease_after)
+            self.active.append(Measure(kind="model", since=step, ease_after=wait))
+        halves = f", {len(cast)} tensors cast" if cast else ""
+        return f"the whole model in fp32 from now on{halves}"
+
+    def enter_fp32(self) -> None:
+        """Out of autocast and loss scaling, as long as ``leave_fp32`` is not called."""
+        bench = self._bench
+        self._lower = bench.precision, bench.scaler
+        bench.precision, bench.scaler = Precision.resolve("fp32", bench.device), None
+
+    def leave_fp32(self) -> None:
+        assert self._lower is not None
+        self._bench.precision, self._bench.scaler = self._lower
+        self._lower = None
+        self._begin_scale_anew()
+
+    def are_due(self, step: int, last_trouble: int) -> bool:
+        """Whether something has been in force without trouble for long enough."""
+        return any(_is_due(measure, step, last_trouble) for measure in self.active)
+
+    def ease(self, step: int, last_trouble: int) -> list[str]:
+        """Takes back what is due; says what."""
+        due = [measure for measure in self.active if _is_due(measure, step, last_trouble)]
+        self.active = [measure for measure in self.active if measure not in due]
+        return [self._take_back(measure) for measure in due]
+
+    def _take_back(self, measure: Measure) -> str:
+        if measure.kind == "lr":
+            self._bench.schedule.multiply(1 / measure.factor)
+            return f"learning rate as scheduled again, {_rates(self._bench)}"
+        if measure.kind == "modules":
+            self._bench.islands.release(*measure.modules)
+            return f"{' and '.join(measure.modules)} in {self._bench.precision.name} again"
+        self.leave_fp32()
+        return f"the model in {self._bench.precision.name} again"
+
+    def _patience(self, what: str, ease_after: int | None) -> int | None:
+        """Twice as long each time that the same had to be raised again."""
+        self._raised[what] += 1
+        return None if ease_after is None else ease_after * 2 ** (self._raised[what] - 1)
+
+    def _begin_scale_anew(self) -> None:
+        """The loss scale went down for a reason that is gone."""
+        if self._bench.scaler is not None:
+            self._bench.scaler.begin_anew()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "active": [asdict(measure) for measure in self.active],
+            "raised": dict(self._raised),
+            "in_fp32": self._lower is not None,
+            "lr_factor": self._bench.schedule.factor,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.active = [Measure(**{**measure, "modules": tuple(measure["modules"])}) for measure in state["active"]]
+        self._raised = Counter(state["raised"])
+        self._bench.schedule.factor = state["lr_factor"]
+        if state["in_fp32"] and self._lower is None:
+            self.enter_fp32()
+        elif not state["in_fp32"] and self._lower is not None:
+            self.leave_fp32()
+
+
+def _is_due(measure: Measure, step: int, last_trouble: int) -> bool:
+    return measure.ease_after is not None and step - max(measure.since, last_trouble) > measure.ease_after
+
+
+def _rates(bench: Bench) -> str:
+    rates = [f"{rate:.3g}" for rate in dict.fromkeys(bench.schedule.rates)]
+    return ", ".join(rates[:3]) + (f" and {len(rates) - 3} more" if len(rates) > 3 else "")

@@ -1,0 +1,89 @@
+"""Running a step again without a trace: to learn, not to train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nanguard.bench import Bench
+from nanguard.numerics.finite import nonfinite
+from nanguard.window import Window
+
+
+class Rehearsal:
+    """Afterwards weights, gradients, buffers, random states and modes are as they were. Waits for the device.
+
+    All ranks rehearse together, and their answers are the same.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def loss_of(self, window: Window) -> float:
+        """The mean loss of the step now, over its micro-batches and all ranks; no backward pass."""
+        with self.stage(window), torch.no_grad():
+            losses = torch.stack([self._forward(window, place).detach().double() for place in self._places(window)])
+        return self._bench.ranks.mean(losses.mean().item())
+
+    def is_sound(self, window: Window) -> bool:
+        """Whether loss and gradients of the step are finite now, gradients only as far as no loss scale is to blame."""
+        bench = self._bench
+        with self.stage(window):
+            losses = self.run(window)
+            grads = [p.grad for group in bench.shield.groups() for p in group if p.grad is not None]
+            bad = bool(nonfinite(losses, bench.device))
+            if bench.scaler is None or bench.scaler.scale.item() <= bench.scaler.floor:
+                bad = bad or bool(nonfinite(grads, bench.device))
+        return not bench.ranks.any(bad)
+
+    def run(self, window: Window) -> list[Tensor]:
+        """Forward and backward of all micro-batches, inside ``stage``."""
+        losses = []
+        for place in self._places(window):
+            loss = self._forward(window, place)
+            losses.append(loss.detach())
+            mean = loss / window.divisor
+            scaled = mean if self._bench.scaler is None else self._bench.scaler.scaled(mean)
+            scaled.backward()  # type: ignore[no-untyped-call]
+        return losses
+
+    @contextlib.contextmanager
+    def stage(self, window: Window) -> Iterator[None]:
+        """Sets the scene as the step found it; afterwards it is as it was before."""
+        bench = self._bench
+        rng, training, open_window = bench.dice.now(), [(m, m.training) for m in bench.modules], bench.window
+        no_sync = (
+            bench.model.no_sync() if isinstance(bench.model, DistributedDataParallel) else contextlib.nullcontext()
+        )
+        bench.buffers.note_()
+        bench.shield.zero_grad()
+        bench.window = window.afresh()
+        try:
+            for module, mode in window.training:
+                module.training = mode
+            with torch.inference_mode(False), torch.enable_grad(), no_sync:
+                yield
+        finally:
+            bench.buffers.undo_()
+            bench.shield.zero_grad()
+            bench.window = open_window
+            rng.restore(bench.device)
+            for module, mode in training:
+                module.training = mode
+
+    def _places(self, window: Window) -> range:
+        return range(len(window.microbatches))
+
+    def _forward(self, window: Window, place: int) -> Tensor:
+        bench, micro = self._bench, window.microbatches[place]
+        if micro.rng is not None:
+            micro.rng.restore(bench.device)
+        enabled, dtype = micro.autocast
+        with torch.autocast(bench.device.type, dtype=dtype, enabled=enabled), bench.precision.autocast():
+            result = micro.loss_fn(bench.model, micro.fresh_batch())
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss if loss.ndim == 0 else loss.reshape(())

@@ -1,0 +1,1 @@
+"""Training state kept to come back to."""

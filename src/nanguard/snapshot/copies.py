@@ -1,0 +1,361 @@
+"""Copies of a training state, made out of training's way, and put back.
+
+On a GPU the state is read on a stream of its own while forward and backward passes go on. Only a write to what is being
+read has to wait, and ``fence`` makes it wait on the device. A copy to host memory is first made on the device where
+there is room: that takes milliseconds, where the way to the host takes hundreds, and drains behind the next steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.errors import ProtocolError
+from nanguard.snapshot.bulk import copy_all
+from nanguard.snapshot.packing import Parcel, Place, flat, nbytes_of, pack, views_of
+
+Where = Literal["device", "host"]
+
+
+class Copies:
+    """A state as it was at ``take``. Made by ``Copier``."""
+
+    def __init__(
+        self,
+        copier: Copier,
+        names: tuple[str, ...],
+        places: list[Place],
+        chunks: list[Tensor],
+        loose: dict[str, Tensor],
+    ) -> None:
+        self.names = names
+        self._copier = copier
+        self._places = {place.name: place for place in places}
+        self._chunks = chunks
+        self._views: dict[str, Tensor] = {}
+        for chunk, inside in itertools.groupby(places, key=lambda place: place.chunk):
+            self._views |= views_of(inside, chunks[chunk])
+        self._loose = loose
+        self._done: Any = None
+        self._is_taken = False
+
+    @property
+    def where(self) -> Where:
+        return self._copier.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(map(nbytes_of, (*self._views.values(), *self._loose.values())))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the memory they lie in: a little more."""
+        return sum(map(nbytes_of, (*self._chunks, *self._loose.values())))
+
+    def ready(self) -> bool:
+        """Whether the copies are complete. Does not sync."""
+        return self._is_taken and (self._done is None or bool(self._done.query()))
+
+    def wait(self) -> None:
+        """Makes the host wait until the copies are complete."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One copy, to be read after ``wait`` and never written to. Gone when its memory is taken for another state."""
+        view = self._views.get(name)
+        return self._loose[name] if view is None else view
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put_back(self, live: Mapping[str, Tensor]) -> None:
+        """Writes the copies of these names into ``live``, on the current stream; casts where the dtype is another now.
+
+        ``KeyError`` for a name that was not copied, ``ValueError`` for a shape that differs, before anything is
+        written. Does not sync, but where a tensor has moved to another device.
+        """
+        if not self._is_taken:
+            raise ProtocolError("put_back() was called on memory that no state was copied into: call take() first")
+        _check(self, live)
+        copier = self._copier
+        here = {name: live[name] for name in live if name in self._views and copier.packs(live[name])}
+        if self._done is not None:
+            copier.hold_writes()
+            torch.cuda.current_stream(copier.device).wait_event(self._done)
+            if self.where == "device":
+                copy_all((tensor, self._views[name]) for name, tensor in here.items())
+            else:
+                self._from_host(here)
+        elsewhere = {name: live[name] for name in live if name not in here}
+        if not elsewhere.keys() <= self._loose.keys():
+            self.wait()
+        copy_all((tensor, self[name]) for name, tensor in elsewhere.items())
+
+    def _from_host(self, live: dict[str, Tensor]) -> None:
+        for parcel in self.parcels(live):
+            # Anything else by way of the device: on the host torch would cast and reorder without waiting for `_done`.
+            if parcel.goes_as_it_is(live):
+                name = parcel.places[0].name
+                flat(live[name]).copy_(flat(self._views[name]), non_blocking=True)
+            else:
+                image = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._copier.device)
+                image.copy_(parcel.memory(self._chunks), non_blocking=True)
+                copy_all((tensor, view) for view, tensor in parcel.pairs(image, live))
+
+    def parcels(self, names: Collection[str]) -> list[Parcel]:
+        """The copies of ``names`` in lots to travel by: small ones together, large ones alone."""
+        found: list[Parcel] = []
+        for place in self._places.values():
+            if place.name not in names:
+                continue
+            if found and found[-1].has_room_for(place):
+                found[-1].places.append(place)
+            else:
+                found.append(Parcel([place]))
+        return found
+
+    def fits(self, live: Mapping[str, Tensor], copier: Copier) -> bool:
+        """Whether ``live`` can be copied into this memory as it is."""
+        if copier is not self._copier or live.keys() != set(self.names):
+            return False
+        return all(
+            name not in self._views
+            if not copier.packs(tensor)
+            else name in self._views
+            and tensor.shape == self._places[name].shape
+            and tensor.dtype is self._places[name].dtype
+            for name, tensor in live.items()
+        )
+
+    def drop(self) -> None:
+        """Lets go of the memory: it goes back to torch, which waits for copies under way before it is used again."""
+        self.names, self._places, self._chunks, self._views, self._loose = (), {}, [], {}, {}
+        self._done, self._is_taken = None, False
+
+    def keep_loose(self, live: Mapping[str, Tensor]) -> None:
+        """Copies at once what is not packed."""
+        pairs = []
+        for name, tensor in live.items():
+            if name not in self._views:
+                old = self._loose.get(name)
+                if old is not None and _alike(old, tensor):
+                    pairs.append((old, tensor))
+                else:
+                    self._loose[name] = tensor.detach().clone()
+        copy_all(pairs)
+
+    def finish(self, done: Any) -> None:
+        self._done, self._is_taken = done, True
+
+
+class Copier:
+    """Copies the tensors of one device, next to where they are or to host memory.
+
+    Tensors that lie elsewhere, such as step counters on the CPU, and those that are no plain tensors are copied at once
+    and stay on their device. ``staging=False``: never by way of spare device memory.
+    """
+
+    def __init__(self, device: torch.device, where: Where, *, staging: bool = True) -> None:
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.where: Where = where
+        self._staging = staging
+        self._reader: Any = _stream(device) if self._on_cuda else None
+        # Apart from the reader, so that the next state need not queue behind the way of the last one to the host.
+        self._drainer: Any = _stream(device) if self._on_cuda and where == "host" else None
+        self._read: Any = None
+        self._has_trained = False
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reserve(self, live: Mapping[str, Tensor]) -> Copies:
+        """Memory for a state like ``live``, to be given to ``take``: pinning memory of the host takes a while."""
+        packed = {name: tensor for name, tensor in live.items() if self.packs(tensor)}
+        on_host = self.where == "host"
+        places, sizes = pack(packed, pinned=on_host)
+        chunks = [_pinned(size) if on_host else self._image(size) for size in sizes]
+        return Copies(self, tuple(live), places, chunks, {})
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take(self, live: Mapping[str, Tensor], into: Copies | None = None, *, at_once: Collection[str] = ()) -> Copies:
+        """Starts copying ``live`` as it is now. Does not sync.
+
+        From here on these tensors may be written to after a ``fence`` only; those ``at_once`` at any time, since they
+        are copied on the current stream itself (buffers, which a forward pass writes to). ``into`` gives its memory,
+        and its content is gone.
+
+        A copy to the host goes by way of spare device memory, as far as there is some, once a ``fence`` was called:
+        before the first step nobody knows how much of it training needs.
+        """
+        self._refuse_capture("take")
+        if into is not None and into.fits(live, self):
+            copies = into
+        else:
+            if into is not None:
+                into.drop()
+            copies = self.reserve(live)
+        copies.keep_loose(live)
+        done = None
+        if self._on_cuda:
+            packed = [place.name for place in copies._places.values()]
+            now = {name for name in at_once if name in copies._places}
+            later = {name: live[name] for name in packed if name not in now}
+            copy = self._to_device if self.where == "device" else self._to_host
+            done = copy(copies, {name: live[name] for name in now}, later)
+            for tensor in later.values():
+                tensor.record_stream(self._reader)  # its owner may drop it before it was read
+        copies.finish(done)
+        return copies
+
+    def fence(self) -> None:
+        """Makes the current stream wait, on the device, until what was taken may be written to. Does not sync.
+
+        To be called right before the optimizers step; does nothing where nothing is being read.
+        """
+        self._has_trained = True
+        if self._read is not None:
+            self.hold_writes()
+
+    def hold_writes(self) -> None:
+        """What ``fence`` promises."""
+        if self._read is not None:
+            self._refuse_capture("fence")
+            torch.cuda.current_stream(self.device).wait_event(self._read)
+            self._read = None
+
+    def packs(self, tensor: Tensor) -> bool:
+        """Whether it is a plain tensor on this GPU, to be copied behind training's back."""
+        return (
+            self._on_cuda
+            and tensor.device == self.device
+            and type(tensor) in (Tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        )
+
+    def _to_device(self, copies: Copies, now: dict[str, Tensor], later: dict[str, Tensor]) -> Any:
+        views = copies._views
+        copy_all((views[name], tensor) for name, tensor in now.items())
+        self._reader.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reader):
+            copy_all((views[name], tensor) for name, tensor in later.items())
+            self._read = _event(self._reader)
+        for chunk in copies._chunks:
+            chunk.record_stream(self._reader)
+        return self._read
+
+    def _to_host(self, copies: Copies, now: dict[str, Tensor], later: dict[str, Tensor]) -> Any:
+        early = deque((self._image(parcel.nbytes), parcel) for parcel in copies.parcels(now))
+        copy_all(pair for image, parcel in early for pair in parcel.pairs(image, now))
+        staged, straight = self._stage(copies.parcels(later))
+        self._reader.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._reader):
+            copy_all(pair for image, parcel in staged for pair in parcel.pairs(image, later))
+            if straight:
+                if copies._done is not None:  # the host memory may still be on its way to hold the state before
+                    self._reader.wait_event(copies._done)
+                self._go_straight(copies, straight, later)
+            self._read = _event(self._reader)
+        self._drainer.wait_event(self._read)
+        with torch.cuda.stream(self._drainer):
+            for images in (early, staged):
+                while images:
+                    image, parcel = images.popleft()
+                    parcel.memory(copies._chunks).copy_(image, non_blocking=True)
+                    image.record_stream(self._drainer)
+                    del image  # now, so that torch has it back as soon as this very parcel is on the host
+            return _event(self._drainer)
+
+    def _stage(self, parcels: list[Parcel]) -> tuple[deque[tuple[Tensor, Parcel]], list[Parcel]]:
+        """Images on the device for as many parcels as have room, of the current stream's memory; and the others.
+
+        Memory of the reader's own would stay with that stream for good.
+        """
+        staged: deque[tuple[Tensor, Parcel]] = deque()
+        straight: list[Parcel] = []
+        room = self._room()
+        for parcel in parcels:
+            if parcel.nbytes <= room:
+                try:
+                    staged.append((self._image(parcel.nbytes), parcel))
+                    room -= parcel.nbytes
+                    continue
+                except torch.OutOfMemoryError:
+                    room = 0
+            straight.append(parcel)
+        return staged, straight
+
+    def _room(self) -> int:
+        """Bytes to stage in: what the driver has. What torch has reserved, though free right now, training has used."""
+        if not (self._staging and self._has_trained):
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, free - total // 20)
+
+    def _go_straight(self, copies: Copies, parcels: list[Parcel], live: dict[str, Tensor]) -> None:
+        """To the host on the reader's stream; small tensors are gathered first, each time in the same memory."""
+        gathered = [parcel for parcel in parcels if not parcel.goes_as_it_is(live)]
+        scratch = self._image(max((parcel.nbytes for parcel in gathered), default=0))
+        for parcel in gathered:
+            image = scratch[: parcel.nbytes]
+            copy_all(parcel.pairs(image, live))
+            parcel.memory(copies._chunks).copy_(image, non_blocking=True)
+        for parcel in parcels:
+            if parcel.goes_as_it_is(live):
+                name = parcel.places[0].name
+                flat(copies._views[name]).copy_(flat(live[name]), non_blocking=True)
+
+    def _image(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _refuse_capture(self, call: str) -> None:
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise ProtocolError(
+                f"{call}() was called while a CUDA graph is being captured: copy states between replays, not in them"
+            )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def write_back(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+    """``Copies.put_back`` for tensors that came from elsewhere, such as a file. Syncs where they change devices."""
+    _check(saved, live)
+    copy_all((tensor, saved[name]) for name, tensor in live.items())
+
+
+def _check(saved: Mapping[str, Tensor] | Copies, live: Mapping[str, Tensor]) -> None:
+    for name, tensor in live.items():
+        if saved[name].shape != tensor.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} now and had {tuple(saved[name].shape)} when it was copied: it "
+                "cannot be put back, and nothing was written"
+            )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    kinds = [(type(t), t.layout, t.shape, t.dtype, t.device) for t in (a, b)]
+    return kinds[0] == kinds[1] and a.layout is torch.strided
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event(stream: Any) -> Any:
+    """An event right here on ``stream``; a thread that waits for it sleeps."""
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -1,0 +1,287 @@
+"""The ring of states known to be good, and the way back to them.
+
+A snapshot is taken between two steps and is only a *candidate* then: it counts as good when later steps, computed from
+it, have stayed finite and the loss has not begun to leave its past. A candidate never takes the place of a good one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from nanguard.bench import Bench
+from nanguard.data import Data
+from nanguard.snapshot import memory
+from nanguard.snapshot.copies import Copier, Copies, write_back
+from nanguard.snapshot.disk import DiskStore
+from nanguard.snapshot.options import Snapshots
+from nanguard.snapshot.world import Facts, World
+
+log = logging.getLogger("nanguard")
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state before step number ``step``; on disk ``copies`` is only there until they are written."""
+
+    step: int
+    facts: Facts
+    copies: Copies | None
+
+
+class Keeper:
+    """Takes snapshots as steps are made, and keeps the good ones. Does not sync, but to go back."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        data: Data,
+        options: Snapshots,
+        *,
+        folder: Path | None,
+        run_facts: Callable[[], Facts],
+    ) -> None:
+        self._bench, self._data, self._options = bench, data, options
+        self._run_facts = run_facts
+        self._world = World(bench)
+        self._good: list[Snapshot] = []
+        self._candidate: Snapshot | None = None
+        self._spare: Copies | None = None
+        self._next = 1
+        self._disk: _Disk | None = None
+        self._copier: Copier | None = None
+        if options.where == "disk":
+            if folder is None:
+                raise ValueError("Snapshots(where='disk') needs a place to write to: give the guard a run_dir")
+            self._disk = _Disk(folder / f"rank-{bench.ranks.rank}" if bench.ranks.size > 1 else folder)
+        if options.where != "auto":
+            self._settle_place()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Of the good snapshots, oldest first."""
+        return tuple(snapshot.step for snapshot in self._good)
+
+    def saved(self, name: str) -> Tensor | None:
+        """One tensor of the newest good snapshot, where it is in memory. Waits for the copy."""
+        copies = self._good[-1].copies if self._good else None
+        if copies is None or name not in copies.names:
+            return None
+        copies.wait()
+        return copies[name]
+
+    @property
+    def place(self) -> str | None:
+        """Where snapshots are kept; None where there is no room for them, or it is not known yet."""
+        return self._options.where if self._disk else None if self._copier is None else self._copier.where
+
+    def fence(self) -> None:
+        """Before anything that a snapshot holds is written to: the device finishes reading it first."""
+        if self._copier is not None:
+            self._copier.fence()
+
+    def after_step(self, step: int) -> None:
+        """``step`` steps have been made; takes a snapshot where one is due."""
+        if step >= self._next and self._candidate is None and not self._bench.journal.trend.beyond:
+            self.take(step)
+
+    def take(self, step: int) -> None:
+        """Takes a snapshot now."""
+        if self._copier is None and not self._settle_place():
+            return
+        assert self._copier is not None
+        self._next = step + self._options.every
+        if self._disk is not None:
+            self._disk.catch_up()  # it reads from the memory that is to be written to
+        into, self._spare = self._spare, None
+        copies = self._copier.take(self._world.tensors(), into, at_once=self._world.buffers())
+        facts = {**self._world.facts(), "data": self._data.mark(), "step": step}
+        self._candidate = Snapshot(step, facts, copies)
+        if self._disk is not None:
+            self._disk.write(step, copies, {**facts, "run": self._run_facts()})
+
+    def heard(self, step: int) -> None:
+        """Step number ``step`` is known to have been finite."""
+        candidate = self._candidate
+        if candidate is not None and step >= candidate.step + self._options.confirm - 1:
+            if self._bench.journal.trend.beyond:
+                return
+            self._candidate = None
+            self._good.append(candidate)
+            if self._disk is not None:
+                self._disk.confirm(candidate.step, keep=self._options.keep)
+                self._spare, candidate.copies = candidate.copies, None
+            if len(self._good) > self._options.keep:
+                self._spare = self._good.pop(0).copies or self._spare
+            self._let_go_of_data()
+
+    def trouble(self, step: int, *, routine: bool = False) -> None:
+        """Step number ``step`` was not finite: a candidate is of no use. A routine back-off only undoes what it saw."""
+        candidate = self._candidate
+        if candidate is not None and not (routine and step >= candidate.step):
+            self._candidate = None
+            self._spare = candidate.copies
+            self._next = 0
+            if self._disk is not None:
+                self._disk.discard(candidate.step)
+
+    def choose(self, step: int, *, back: int, count: int) -> Snapshot | None:
+        """The newest good one at least ``back`` steps before ``step``; the next older for each further ``count``."""
+        old_enough = [snapshot for snapshot in self._good if snapshot.step <= step - back] or self._good[:1]
+        return old_enough[-min(count, len(old_enough))] if old_enough else None
+
+    def go_back(self, snapshot: Snapshot, *, now: int) -> Facts:
+        """Puts everything back as it was; ``now`` is the number of steps made. Waits for the device."""
+        self.trouble(now)
+        self.fence()
+        self._good = self._good[: self._good.index(snapshot) + 1]
+        self._next = now + self._options.every
+        facts, step = snapshot.facts, snapshot.step
+        if snapshot.copies is not None:
+            snapshot.copies.wait()
+            self._world.restore(facts, snapshot.copies.__getitem__, snapshot.copies.put_back)
+        else:
+            assert self._disk is not None
+            facts, step = self._load(self._disk, step)
+            self._good = [each for each in self._good if each.step <= step]
+        return facts
+
+    def resume(self) -> Facts | None:
+        """Puts back the newest good snapshot that an earlier process has left on disk; None where there is none."""
+        if self._disk is None:
+            raise ValueError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
+        if self._bench.ranks.lowest(self._disk.newest() or 0) == 0:
+            return None
+        facts, step = self._load(self._disk, None)
+        self._good = [Snapshot(step, facts, None)]
+        self._candidate, self._next = None, facts["run"]["num_steps"] + self._options.every
+        return facts
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self._disk is not None:
+            self._disk.drain()
+
+    def _load(self, disk: _Disk, step: int | None) -> tuple[Facts, int]:
+        """From disk, on all ranks the same step: one of them may have had to take an older one."""
+        while True:
+            stored = disk.load(step)
+            agreed = self._bench.ranks.lowest(stored.step)
+            if agreed == stored.step and self._bench.ranks.lowest(-stored.step) == -stored.step:
+                break
+            step = agreed
+        disk.rewind(stored.step)
+        self._world.restore(stored.facts, stored.tensors.__getitem__, lambda live: write_back(stored.tensors, live))
+        return stored.facts, stored.step
+
+    def _let_go_of_data(self) -> None:
+        marks = [snapshot.facts["data"] for snapshot in self._good]
+        numbers = [mark["number"] for mark in marks if mark is not None]
+        if numbers:
+            self._data.forget_before(min(numbers))
+
+    def _settle_place(self) -> bool:
+        """Finds out where the ring goes, and says how much memory it takes. False where there is no room."""
+        options, device = self._options, self._bench.device
+        each = memory.expected_state_bytes(self._bench.model, self._bench.shield.optimizers, self._world.tensors())
+        total = each * (options.keep + 1)
+        where = self._roomy(total) if options.where == "auto" else options.where
+        if options.where == "auto":
+            if where is None:
+                self._next = 1 << 62
+                log.warning(
+                    "no snapshots are taken: %d of %s each would take more than a quarter of the memory that is free. "
+                    "To have them all the same: snapshots=Snapshots(where='disk')",
+                    options.keep + 1,
+                    memory.human(each),
+                )
+                return False
+        else:
+            folder = None if self._disk is None else self._disk.folder
+            memory.require_fit(total, options.where, device, folder=folder, each=each, keep=options.keep)
+        log.info(
+            "snapshots of %s every %d steps, %d kept and one in the making: %s on the %s",
+            memory.human(each),
+            options.every,
+            options.keep,
+            memory.human(total),
+            where,
+        )
+        self._copier = Copier(device, "device" if where == "device" else "host")
+        return True
+
+    def _roomy(self, total: int) -> Literal["device", "host"] | None:
+        """Where the ring takes at most a quarter of what is free, on all ranks."""
+        places: tuple[Literal["device", "host"], ...] = ("device", "host")
+        for where in places:
+            free = memory.free_bytes(where, self._bench.device)
+            fits = free is None or 4 * total <= free
+            if self._bench.ranks.lowest(int(fits)):
+                return where
+        return None
+
+
+class _Disk:
+    """Writes snapshots in a thread of its own, in order; what fails there is said, and never stops the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._store = DiskStore(folder)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanguard-snapshots")
+        self._last: Future[None] | None = None
+        self._has_waited = False
+
+    def write(self, step: int, copies: Copies, facts: Facts) -> None:
+        def work() -> None:
+            copies.wait()
+            self._store.write(step, {name: copies[name] for name in copies.names}, facts)
+
+        self._do(work, f"write the snapshot of step {step}")
+
+    def confirm(self, step: int, *, keep: int) -> None:
+        def work() -> None:
+            self._store.confirm(step)
+            self._store.prune(keep)
+
+        self._do(work, f"keep the snapshot of step {step}")
+
+    def discard(self, step: int) -> None:
+        self._do(lambda: self._store.discard(step), f"remove the snapshot of step {step}")
+
+    def rewind(self, step: int) -> None:
+        self._do(lambda: self._store.rewind(step), f"remove what is newer than step {step}")
+
+    def catch_up(self) -> None:
+        """Waits for the snapshot before: all ranks take theirs at the same steps, however slow one of their disks is."""
+        if self._last is not None and not self._last.done():
+            if not self._has_waited:
+                log.warning("training waits for the snapshot before to be on disk: take them less often")
+            self._has_waited = True
+            self.drain()
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def newest(self) -> int | None:
+        self.drain()
+        return self._store.newest()
+
+    def load(self, step: int | None) -> Any:
+        self.drain()
+        return self._store.load(step)
+
+    def _do(self, work: Callable[[], None], what: str) -> None:
+        def carefully() -> None:
+            try:
+                work()
+            except Exception as error:
+                log.warning("could not %s to %s (%s): the run goes on with the older ones", what, self.folder, error)
+
+        self._last = self._thread.submit(carefully)

@@ -1,0 +1,234 @@
+"""Opens steps, has them computed, hands them to one of the two ways of guarding, and knows where the data are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nanguard.bench import Bench
+from nanguard.data import Data
+from nanguard.eager import Eager
+from nanguard.errors import ProtocolError
+from nanguard.late import Late
+from nanguard.measure import Layout
+from nanguard.recovery.climber import Climber
+from nanguard.snapshot.keeper import Keeper
+from nanguard.snapshot.options import Snapshots
+from nanguard.window import LossFn, Microbatch, Window
+
+
+class Steps:
+    """One at a time. ``late`` is there where the device decides by itself."""
+
+    def __init__(
+        self, bench: Bench, *, sync: str, accumulate: int, snapshots: Snapshots | None, run_dir: str | Path | None
+    ) -> None:
+        self.bench = bench
+        self.accumulate = accumulate
+        self.num_epochs = 0
+        self.data = Data(bench.device, bench.dice)
+        folder = None if run_dir is None else Path(run_dir) / "snapshots"
+        self.keeper = (
+            None if snapshots is None else Keeper(bench, self.data, snapshots, folder=folder, run_facts=self.facts)
+        )
+        self.climber = Climber(bench, self.data, self.keeper)
+        self.late = Late(bench, self.climber) if sync == "late" else None
+        self.mode = self.late or Eager(bench, self.climber)
+        self._captured: tuple[Layout, Tensor] | None = None
+        self._left_early = False
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def on_one(self, loss_fn: LossFn, batch: Any) -> Any:
+        """A micro-batch; the last of a step finishes it."""
+        window = self.bench.window
+        if window is None or not window.rerunnable:
+            window = self.open(rerunnable=True, divisor=self.accumulate)
+            self.bench.shield.zero_grad()  # another loss, or another guard, may have left something
+        ends = len(window.losses) + 1 == window.divisor
+        # Where the loader has no length any batch may be the last one, so ranks then average after each.
+        micro = self._microbatch(loss_fn, batch, is_last=ends or self._may_end_epoch)
+        loss, aux = self._run(window, micro)
+        micro.shown = loss
+        if ends:
+            self.finish(window)
+        return (loss, *aux) if aux else loss
+
+    def on_many(self, loss_fn: LossFn, batches: Sequence[Any]) -> Any:
+        """A whole step of several micro-batches."""
+        if not batches or self.accumulate != 1:
+            raise ValueError(
+                f"microbatches needs at least one batch and accumulate=1, got {len(batches)} batches and "
+                f"accumulate={self.accumulate}"
+            )
+        window = self.open(rerunnable=True, divisor=len(batches))
+        self.bench.shield.zero_grad()
+        auxes = []
+        for place, batch in enumerate(batches, start=1):
+            micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
+            _, aux = self._run(window, micro)
+            auxes.append(aux[0] if len(aux) == 1 else aux)
+        window.shown = window.mean_loss().clone()
+        self.finish(window)
+        return window.shown if auxes[0] == () else (window.shown, auxes)
+
+    def open(self, *, rerunnable: bool, divisor: int) -> Window:
+        """Begins a step: hears of what is due, then notes what the step may change."""
+        if not self.bench.is_capturing:
+            self.mode.before()
+            self._ease()
+        elif self.late is None or not self.late.is_settled:
+            raise ProtocolError(
+                "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
+                "fused, capturable optimizers, and call guard.settle() before the capture"
+            )
+        window = Window(self.bench.num_steps, self.num_epochs, self._position, rerunnable, divisor)
+        window.last_seen = self.data.last
+        self.mode.note(window)
+        self.bench.ranks.forget_()
+        self.bench.window = window
+        return window
+
+    def finish(self, window: Window) -> None:
+        self.bench.window = None
+        window.last_batch = self._position
+        if self.late is not None and self.bench.is_capturing:
+            self.late.protect(window)
+            self.bench.is_captured = True
+            self._captured = window.layout, self.bench.board.filled  # a graph goes on writing to this very memory
+            return
+        self.bench.num_steps += 1
+        with self.bench.leaving_no_trace():
+            self.mode.finish(window)
+        self._after_step()
+
+    def replay(self, graph: Any) -> None:
+        """A step that was captured before."""
+        if self.late is None or self._captured is None:
+            raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
+        layout, values = self._captured
+        window = self.open(rerunnable=False, divisor=1)
+        window.layout = layout
+        self.bench.window = None
+        self.bench.num_steps += 1
+        self.climber.fence()
+        graph.replay()
+        self.late.post(window, values)
+        self._after_step()
+
+    def _after_step(self) -> None:
+        if self.keeper is not None:
+            self.keeper.after_step(self.bench.num_steps)
+
+    def _ease(self) -> None:
+        """Measures that have been in force for long enough are taken back, with nothing in flight."""
+        step, climber = self.bench.num_steps, self.climber
+        if climber.measures.are_due(step, climber.last_trouble):
+            self.mode.settle()
+            climber.ease(step)
+
+    def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
+        averages_ranks = isinstance(self.bench.model, DistributedDataParallel)
+        micro = Microbatch(loss_fn, batch, None, reduce_gradients=is_last or not averages_ranks)
+        if not self.bench.is_capturing:
+            window = self.bench.window
+            self.bench.note_world(micro, self.bench.num_steps if window is None else window.step)
+        return micro
+
+    def _run(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        loss, aux = self.bench.forward_backward(window, micro)
+        window.microbatches.append(micro)
+        self.bench.look_back(micro)
+        return loss, aux
+
+    # ---- the course of an epoch ----------------------------------------------------------------------------------
+
+    @property
+    def _position(self) -> int | None:
+        """Of the batch at hand; None outside ``guard.epoch``."""
+        return None if self.data.current is None else self.data.current.position - 1
+
+    @property
+    def _may_end_epoch(self) -> bool:
+        walk = self.data.current
+        return walk is not None and not self._left_early and (walk.length is None or walk.position == walk.length)
+
+    def begin_epoch(self, loader: Iterable[Any]) -> int:
+        self.bench.drop_unfinished()
+        self.settle()
+        if self.data.current is not None:  # the last epoch was left early
+            self.data.abandon()
+            self.bench.schedule.tick_epoch()
+        self.num_epochs += 1
+        self._left_early = False
+        self.num_epochs = self.data.begin(loader, self.num_epochs).number
+        self.bench.look_again()
+        return self.num_epochs
+
+    def hear(self) -> None:
+        if self.bench.window is None or not self.bench.window.losses:
+            self.mode.before()
+        self._follow()
+
+    def leave_epoch(self, number: int) -> None:
+        if number == self.num_epochs:  # a generator may be closed long after its loop was left
+            self.bench.drop_unfinished()
+            self._left_early = True
+
+    def end_epoch(self) -> bool:
+        window = self.bench.window
+        if window is not None and window.rerunnable and self._may_end_epoch:
+            self.finish(window)
+        self.bench.drop_unfinished()
+        self.settle()
+        if self.data.is_going_back:
+            self._follow()
+            return True
+        self.bench.schedule.tick_epoch()
+        goes_on = self.data.end()
+        self._follow()
+        return goes_on
+
+    def settle(self) -> None:
+        self.mode.settle()
+
+    def _follow(self) -> None:
+        """The data take the way back that was chosen, and the number of the epoch goes with them."""
+        self.data.settle()
+        if self.data.current is not None:
+            self.num_epochs = self.data.current.number
+
+    # ---- to be saved ---------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What another process needs besides the snapshot itself, in plain numbers. Does not sync."""
+        return {
+            "num_steps": self.bench.num_steps,
+            "num_epochs": self.num_epochs,
+            "journal": self.bench.journal.state_dict(),
+            "measures": self.climber.measures.state_dict(),
+            "kept_fp32": self.bench.islands.state_dict(),
+        }
+
+    def resume(self) -> int | None:
+        """From the newest snapshot on disk; how many steps had been made."""
+        if self.keeper is None:
+            raise ProtocolError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
+        facts = self.keeper.resume()
+        if facts is None:
+            return None
+        self.mode.drop_in_flight()
+        self.load_facts(facts["run"])
+        self.num_epochs = max(0, self.num_epochs - (facts["data"] is not None))  # the next epoch is the one it was in
+        self.data.resume_at(facts["data"])
+        return self.bench.num_steps
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        self.bench.num_steps, self.num_epochs = facts["num_steps"], facts["num_epochs"]
+        self.bench.journal.load_state_dict(facts["journal"])
+        self.bench.islands.load_state_dict(facts["kept_fp32"])
+        self.climber.measures.load_state_dict(facts["measures"])

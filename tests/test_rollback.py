@@ -1,0 +1,205 @@
+"""Snapshots and the way back: the continuation after a rollback is the run that started from that state, to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from optimizers import ALL
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import nanguard
+from nanguard import Guard, Policy, Rollback, Skip, Snapshots
+from nanguard.testing import Fault, inject
+
+RING = Snapshots(every=10, keep=3)
+SYNCS = ["eager", "late"]
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = TinyNet(), TinyNet(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.generator(x) + self.critic(x)
+
+
+def states(guard: Guard, *more: Any) -> dict[str, Any]:
+    rng = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()[1].tolist()}
+    return everything(guard.model, guard.optimizers, *more, rng)
+
+
+SETUPS: dict[str, tuple[str, str, Any]] = {
+    "AdamW fused": ("fused AdamW", "fp32", None),
+    "SGD momentum": ("SGD momentum", "fp32", None),
+    "fused SGD momentum": ("fused SGD momentum", "fp32", None),
+    "Adagrad": ("Adagrad", "fp32", None),
+    "fused Adagrad": ("fused Adagrad", "fp32", None),
+    "Lion of a third party": ("Lion", "fp32", None),
+    "Adafactor": ("Adafactor", "fp32", None),
+    "fp16 with a scaler": ("fused AdamW", "fp16", None),
+    "bf16": ("fused AdamW", "bf16", None),
+    "OneCycle": ("fused AdamW", "fp32", lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=500)),
+    "cosine": ("fused AdamW", "fp32", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, eta_min=1e-5)),
+    "warm-up and cosine": (
+        "SGD momentum",
+        "fp32",
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=15), lr_scheduler.CosineAnnealingLR(o, 100)], [15]
+        ),
+    ),
+    "milestones": ("fused AdamW", "fp32", lambda o: lr_scheduler.MultiStepLR(o, [12, 25, 31])),
+}
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_same_twenty_steps_follow_a_rollback(setup: str, where: Any, tmp_path: Path) -> None:
+    optimizer, precision, make_schedule = SETUPS[setup]
+    model, opt = build(ALL[optimizer])
+    schedule = None if make_schedule is None else make_schedule(opt)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    ring = Snapshots(every=10, keep=3, where=where)
+    more = [] if schedule is None else [schedule]
+    guard = Guard(
+        model, opt, scheduler=schedule, precision=precision, ema=ema, snapshots=ring, run_dir=tmp_path, clip="zscore"
+    )
+    batches = make_batches(64)
+    for batch in batches[:31]:
+        guard.step(loss_fn, batch)
+    for batch in batches[31:51]:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    at = next(step for step in guard.snapshots if step == 31)
+    first = states(guard, ema, *more)
+    guard.roll_back(steps=20)
+    assert guard.counts["undone"] == 51 - at
+    for batch in batches[at:51]:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert differences(first, states(guard, ema, *more)) == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_two_optimizers_go_back_together(sync: Any) -> None:
+    torch.manual_seed(0)
+    model = Gan()
+    opts = [
+        torch.optim.AdamW(model.generator.parameters(), fused=True),
+        torch.optim.SGD(model.critic.parameters(), lr=1e-2, momentum=0.9, fused=True),
+    ]
+    guard = Guard(model, opts, precision="fp32", snapshots=RING, sync=sync)
+    batches = make_batches(64)
+    for batch in batches[:51]:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    first = states(guard)
+    guard.roll_back(steps=20)
+    for batch in batches[31:51]:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert differences(first, states(guard)) == []
+
+
+class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Draws from torch's, Python's and NumPy's generators for every sample, as augmentation does."""
+
+    def __init__(self, size: int) -> None:
+        self.x, self.y = torch.randn(size, 6), torch.randint(0, 3, (size,))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i] + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()), self.y[i]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i in range(320):
+            yield torch.randn(6) + i / 320, torch.tensor(i % 3)
+
+
+def loader_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    data = Noisy(320)
+    if kind == "list":
+        return make_batches(40)
+    if kind == "shuffled":
+        return DataLoader(data, batch_size=8, shuffle=True)
+    if kind == "generator":
+        return DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
+    if kind == "workers":
+        return DataLoader(data, batch_size=8, shuffle=True, num_workers=2)
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=8)
+    if kind == "distributed":
+        sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+        return DataLoader(data, batch_size=4, sampler=sampler)
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it calls what torch has deprecated
+        return stateful.StatefulDataLoader(data, batch_size=8, shuffle=True)
+
+
+KINDS = ["list", "shuffled", "generator", "stream", "distributed", "stateful"]
+
+
+def run(
+    kind: str, *, sync: str, fault: bool, at: int = 44, epochs: int = 3, ladder: Any = None, style: str = "step"
+) -> tuple[Any, Guard, list[Tensor]]:
+    """Three epochs; with a fault, a moment turns NaN in the second and the run goes back by itself."""
+    loader = loader_of(kind)
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy(ladder or [Rollback()])
+    schedule = lr_scheduler.StepLR(opt, 1, 0.5)
+    guard = Guard(
+        model, opt, precision="fp32", sync=sync, policy=policy, snapshots=RING, scheduler=schedule, schedule_per="epoch"
+    )
+    torch.manual_seed(7)
+    np.random.seed(7)
+    seen: list[Tensor] = []
+    faults = [Fault(into="optimizer_state", name="out.weight.exp_avg", steps=(at,), times=1)] if fault else []
+    with inject(guard, *faults) as injector:
+        for epoch in range(epochs):
+            if kind == "distributed":
+                loader.sampler.set_epoch(epoch)
+            for batch in guard.epoch(loader):
+                seen.append(batch[0].clone())
+                if style == "step":
+                    guard.step(loss_fn, batch)
+                else:
+                    own_step(guard, batch)
+    assert len(injector.fired) == fault
+    return states(guard, schedule), guard, seen
+
+
+@pytest.mark.parametrize("style", ["step", "own loop"])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [46, 41], ids=["within an epoch", "into the epoch before"])
+def test_a_run_that_went_back_ends_as_the_one_that_did_not(at: int, kind: str, sync: str, style: str) -> None:
+    clean, _, batches = run(kind, sync=sync, fault=False, style=style)
+    state, guard, seen = run(kind, sync=sync, fault=True, style=style, at=at)
+    assert guard.counts["rolled_back"] == 1
+    assert differences(clean, state) == []
+    assert len(seen) > len(batches), "batches came again"
+    assert all(torch.equal(a, b) for a, b in zip(batches[-70:], seen[-70:], strict=True))
+    assert guard.current_epoch == 3
+
+
+def test_with_workers_too() -> None:
+    clean, _, _ = run("workers", sync="eager", fault=False)
+    state, guard, _ = run("workers", sync="eager", fault=True)
+    assert guard.counts["rolled_back"] == 1
+    assert differences(clean, state) == []
