@@ -40,6 +40,12 @@ class Pass:
         self._start = _Start.of(self.loader, self._dice)
         self._iterator: Iterator[Any] = iter(self.loader)
 
+    def begin_again(self) -> None:
+        """Once more from the first batch, after an earlier pass over the same loader was repeated."""
+        if self._start.epoch is not None:
+            _sampler(self.loader).set_epoch(self._start.epoch)
+        self.begin()
+
     @property
     def can_go_back(self) -> bool:
         return self._iterator is not self.loader
@@ -132,7 +138,7 @@ class Data:
             self.current = self.last = None
             return False
         self.current = behind[0]
-        self.current.begin()
+        self.current.begin_again()
         return True
 
     def mark(self) -> dict[str, Any] | None:

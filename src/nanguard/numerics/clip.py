@@ -136,6 +136,10 @@ class NormWindow:
         torch.where(write, norms.unsqueeze(1), self._values, out=self._values)
         self._count.add_(keep)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What it remembers, as it is on the device."""
+        return {"values": self._values, "count": self._count}
+
     def state_dict(self) -> dict[str, list[list[float]] | list[int]]:
         return {"values": self._values.tolist(), "count": self._count.tolist()}
 
