@@ -54,7 +54,13 @@ def test_a_guarded_step_never_syncs_healthy_or_not(optimizer: str, precision: An
     model, opt = build(FUSED[optimizer], device="cuda")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50)
     guard = nanguard.Guard(
-        model, opt, scheduler=schedule, precision=precision, clip=clip, policy=nanguard.Policy([nanguard.Skip(9)]), max_norm=1.0
+        model,
+        opt,
+        scheduler=schedule,
+        precision=precision,
+        clip=clip,
+        policy=nanguard.Policy([nanguard.Skip(9)]),
+        max_norm=1.0,
     )
     assert guard.syncs_per_step == 0
     batches = poisoned(make_batches(12, device="cuda"), 4, 5, 9)
@@ -87,7 +93,13 @@ def test_late_and_eager_are_one_run_to_the_bit(optimizer: str, precision: Any) -
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, 60)
         guard = nanguard.Guard(
-            model, opt, scheduler=schedule, precision=precision, sync=sync, ema=ema, policy=nanguard.Policy([nanguard.Skip(9)])
+            model,
+            opt,
+            scheduler=schedule,
+            precision=precision,
+            sync=sync,
+            ema=ema,
+            policy=nanguard.Policy([nanguard.Skip(9)]),
         )
         batches = poisoned(poisoned(make_batches(30, device="cuda"), 0, 7, 8), 15, value=INF)
         losses = [guard.step(loss_fn, batch) for batch in guard.epoch(batches)]

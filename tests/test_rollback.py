@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
-from optimizers import ALL
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-import nanguard
-from nanguard import Guard, Policy, Rollback, Skip, Snapshots
+from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step
+from nanguard import Guard, Policy, Rollback, Snapshots
 from nanguard.testing import Fault, inject
+from optimizers import ALL
 
 RING = Snapshots(every=10, keep=3)
 SYNCS = ["eager", "late"]

@@ -107,6 +107,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", Instant)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free.bytes, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(copies, "_pinned", lambda size: torch.full((size,), 205, dtype=torch.uint8))
 
@@ -740,6 +742,42 @@ def test_gpu_no_spare_memory_no_staging(monkeypatch: pytest.MonkeyPatch) -> None
         assert peak <= room + 48 * MIB, memory.human(peak)
         copied.put_back(state)
         assert differing(state, before) == []
+
+
+@gpu
+def test_gpu_spare_memory_for_one_state_is_enough_for_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1024 * MIB
+    state = large_state(size, 40)
+    copier = copier_on_gpu("host", {})
+    slots = [copier.reserve(state) for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total, reserved = torch.cuda.mem_get_info()[1], torch.cuda.memory_reserved()
+
+    def mem_get_info(_: Any) -> tuple[int, int]:
+        return total // 20 + int(1.2 * size) - (torch.cuda.memory_reserved() - reserved), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+
+    def staged(slot: Copies) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        copier.take(state, slot)
+        return torch.cuda.max_memory_allocated() - before
+
+    for _ in range(3):
+        assert staged(slots[0]) >= 0.9 * size
+        slots[0].wait()
+    with torch.cuda.stream(copier._drainer):
+        busy(100)
+    assert staged(slots[0]) >= 0.9 * size
+    assert staged(slots[1]) <= 0.3 * size, "the state before had not left yet"
+    slots[1].wait()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert staged(slots[1]) >= 0.9 * size
+    assert torch.cuda.memory_reserved() - reserved <= 1.3 * size
+    slots[1].wait()
 
 
 @gpu

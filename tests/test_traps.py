@@ -185,7 +185,13 @@ def test_trap_6_where_every_microbatch_is_bad_the_step_is_skipped() -> None:
 
 def test_trap_7_a_dropped_gradient_is_none_so_momentum_and_decay_do_not_move_it() -> None:
     model, opt = build(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5))
-    guard = nanguard.Guard(model, opt, precision="fp32", policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]), max_norm=1e-3)
+    guard = nanguard.Guard(
+        model,
+        opt,
+        precision="fp32",
+        policy=nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]),
+        max_norm=1e-3,
+    )
     batches = make_batches(3)
     guard.step(loss_fn, batches[0])
     before = everything(model, [opt])

@@ -1,8 +1,9 @@
 """The one reduction between ranks: all of them decide alike, and each knows who saw what.
 
 Every rank fills its own row of a small table: flags for non-finite loss, gradients, buffers, and the loss itself. The
-maximum over ranks is then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to every rank as gradients
-are averaged, so each rank also notes its own gradients just before, in the buckets DDP is about to reduce.
+maximum over ranks is then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to
+every rank as gradients are averaged, so each rank also notes its own gradients just before, in the buckets DDP is about
+to reduce.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from nanguard.agree import Ranks
 from nanguard.clipper import Clipper
 from nanguard.errors import NonFiniteError
+from nanguard.islands import Islands
 from nanguard.journal import Journal
 from nanguard.measure import Board, Group, Reply, Roll
 from nanguard.naming import names_of, unwrapped
 from nanguard.numerics.clip import scale_
-from nanguard.islands import Islands
 from nanguard.policy import Policy, judge
 from nanguard.precision import Precision, Scaler
 from nanguard.records import Found, Reading, Verdict

@@ -1,9 +1,9 @@
 """When a finite loss has diverged: beyond its own past by a rule that outliers do not move and NaN cannot fool.
 
-A single loss far out is an outlier of the data; so the rule waits for ``sustain`` in a row. And what counts as far is
-measured in three ways at once: by the spread of the recent past (median and median deviation), by its largest value,
-and by how much of all progress since the start would be lost. Losses beyond it do not join the past they are held
-against, and non-finite ones never do.
+A single loss far out is an outlier of the data; so the rule waits until there are ``sustain`` more of them than of
+others. And what counts as far is measured in three ways at once: by the spread of the recent past (median and median
+deviation), by its largest value, and by how much of all progress since the start would be lost. While it is undecided,
+no loss joins the past that it is held against, and non-finite ones never do.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ class Divergence:
     - the largest of them,
     - the point where ``progress`` of what the loss has come down since the start is lost again.
 
-    ``sustain`` such losses in a row are a divergence. Half a window must have been seen before the rule speaks.
+    ``sustain`` such losses, each other one in between counting against, are a divergence. Half a window must have been
+    seen before the rule speaks.
     """
 
     window: int = 64
-    deviations: float = 8.0
+    deviations: float = 5.0
     progress: float = 0.5
     sustain: int = 8
 
     def __post_init__(self) -> None:
-        if self.window < 8 or self.sustain < 1 or not self.deviations > 0 or not 0 <= self.progress:
+        if self.window < 8 or self.sustain < 1 or not self.deviations > 0 or not self.progress >= 0:
             raise ValueError(
                 "Divergence needs window >= 8, sustain >= 1, deviations > 0 and progress >= 0, got "
                 f"window={self.window!r}, sustain={self.sustain!r}, deviations={self.deviations!r}, "
@@ -41,10 +42,14 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The losses of applied steps so far, as far as the rule looks back: ``start`` is their first level."""
+    """The losses of applied steps so far, as far as the rule looks back: ``start`` is their first level.
+
+    ``beyond`` of them, less the others since, are beyond the ``calm`` past; the first was ``since`` losses ago.
+    """
 
     calm: tuple[float, ...] = ()
     beyond: int = 0
+    since: int = 0
     start: float = math.nan
 
     def after(self, loss: float, rule: Divergence) -> Trend:
@@ -53,10 +58,12 @@ class Trend:
             return self
         # The limit is no lower than the largest of the past: most losses need no median.
         if self.calm and loss > max(self.calm) and loss > self.limit(rule):
-            return replace(self, beyond=self.beyond + 1)
+            return replace(self, beyond=self.beyond + 1, since=self.since + 1)
+        if self.beyond > 1:
+            return replace(self, beyond=self.beyond - 1, since=self.since + 1)
         calm = (*self.calm[-rule.window + 1 :], loss)
         start = _median(calm) if len(calm) <= rule.window // 2 else self.start
-        return Trend(calm, 0, start)
+        return Trend(calm, start=start)
 
     def limit(self, rule: Divergence) -> float:
         """The largest loss that does not count as beyond; infinite while too little was seen."""
@@ -71,11 +78,11 @@ class Trend:
         return self.beyond >= rule.sustain
 
     def as_dict(self) -> dict[str, Any]:
-        return {"calm": list(self.calm), "beyond": self.beyond, "start": self.start}
+        return {"calm": list(self.calm), "beyond": self.beyond, "since": self.since, "start": self.start}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trend:
-        return cls(tuple(data["calm"]), data["beyond"], data["start"])
+        return cls(tuple(data["calm"]), data["beyond"], data["since"], data["start"])
 
 
 def _median(values: Sequence[float]) -> float:

@@ -283,8 +283,8 @@ class Guard:
         """
         if not self.snapshots:
             raise ProtocolError(
-                "guard.roll_back() was called and there is no good snapshot yet: the first is good a few steps after it "
-                "was taken, and none is taken with snapshots=None"
+                "guard.roll_back() was called and there is no good snapshot: the first is good a few steps after it was "
+                "taken, and with snapshots=None there is none"
             )
         self.settle()
         self._bench.drop_unfinished()

@@ -28,8 +28,9 @@ def _default_ladder() -> tuple[Rung, ...]:
         RaisePrecision("module", times=4, retry_after=5000),
         RaisePrecision("model", times=1, retry_after=5000),
         Skip(times=200, per="epoch", when="data"),
-        Rollback(steps=1, times=1, per=1000),
-        Rollback(steps=1, skip_batches="failed", lr=0.5, times=5, per=1000),
+        Rollback(times=1, per=1000),
+        Rollback(skip_batches="failed", times=1, per=1000),
+        Rollback(lr=0.5, times=5, per=1000),
         LowerLR(0.5, recover_after=1000, times=3, per=1000),
         Halt(),
     )

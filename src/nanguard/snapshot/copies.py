@@ -173,6 +173,9 @@ class Copier:
         self._drainer: Any = _stream(device) if self._on_cuda and where == "host" else None
         self._read: Any = None
         self._has_trained = False
+        self._grown = 0  # bytes that torch has reserved for images
+        self._freed: int | None = None  # torch's own count of bytes given back to the driver
+        self._draining: deque[tuple[Any, int]] = deque()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -257,6 +260,7 @@ class Copier:
         early = deque((self._image(parcel.nbytes), parcel) for parcel in copies.parcels(now))
         copy_all(pair for image, parcel in early for pair in parcel.pairs(image, now))
         staged, straight = self._stage(copies.parcels(later))
+        nbytes = sum(parcel.nbytes for _, parcel in staged)
         self._reader.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._reader):
             copy_all(pair for image, parcel in staged for pair in parcel.pairs(image, later))
@@ -273,7 +277,9 @@ class Copier:
                     parcel.memory(copies._chunks).copy_(image, non_blocking=True)
                     image.record_stream(self._drainer)
                     del image  # now, so that torch has it back as soon as this very parcel is on the host
-            return _event(self._drainer)
+            done = _event(self._drainer)
+        self._draining.append((done, nbytes))
+        return done
 
     def _stage(self, parcels: list[Parcel]) -> tuple[deque[tuple[Tensor, Parcel]], list[Parcel]]:
         """Images on the device for as many parcels as have room, of the current stream's memory; and the others.
@@ -283,6 +289,7 @@ class Copier:
         staged: deque[tuple[Tensor, Parcel]] = deque()
         straight: list[Parcel] = []
         room = self._room()
+        reserved = torch.cuda.memory_reserved(self.device)
         for parcel in parcels:
             if parcel.nbytes <= room:
                 try:
@@ -292,14 +299,23 @@ class Copier:
                 except torch.OutOfMemoryError:
                     room = 0
             straight.append(parcel)
+        self._grown += max(0, torch.cuda.memory_reserved(self.device) - reserved)
         return staged, straight
 
     def _room(self) -> int:
-        """Bytes to stage in: what the driver has. What torch has reserved, though free right now, training has used."""
+        """Bytes to stage in: what the driver has, and what torch has reserved for images before.
+
+        Of what else is reserved, though free right now, training has made use.
+        """
         if not (self._staging and self._has_trained):
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
-        return max(0, free - total // 20)
+        freed = torch.cuda.memory_stats(self.device).get("reserved_bytes.all.freed")
+        if freed != self._freed:  # torch has given memory back to the driver, and nobody knows whose
+            self._grown, self._freed = 0, freed
+        while self._draining and self._draining[0][0].query():
+            self._draining.popleft()
+        return max(0, free - total // 20 + self._grown - sum(nbytes for _, nbytes in self._draining))
 
     def _go_straight(self, copies: Copies, parcels: list[Parcel], live: dict[str, Tensor]) -> None:
         """To the host on the reader's stream; small tensors are gathered first, each time in the same memory."""

@@ -258,7 +258,7 @@ class _Disk:
         self._do(lambda: self._store.rewind(step), f"remove what is newer than step {step}")
 
     def catch_up(self) -> None:
-        """Waits for the snapshot before: all ranks take theirs at the same steps, however slow one of their disks is."""
+        """Waits for the snapshot before: all ranks take theirs at the same steps, however slow one of the disks is."""
         if self._last is not None and not self._last.done():
             if not self._has_waited:
                 log.warning("training waits for the snapshot before to be on disk: take them less often")

@@ -106,7 +106,7 @@ class World:
                 owner._buffers[key] = saved(name).clone().to(self._bench.device)
 
     def _replace_states(self, skeletons: list[dict[str, Any]], live: Mapping[str, Tensor], saved: Saved) -> None:
-        """Optimizer state with exactly the entries it had: made where it is missing, gone where it was not there yet."""
+        """Optimizer state with exactly the entries it had: made where missing, gone where it was not there yet."""
 
         def leaf(name: str, device: str) -> Tensor:
             if name in live and _fits(live[name], saved(name)):

@@ -1,0 +1,94 @@
+"""Reading what ``torch.save`` wrote, new and old. Runs nothing that a file holds."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from nanguard.checkpoint import standins
+from nanguard.checkpoint.source import Source, Unreadable
+
+ZIP = b"PK\x03\x04"
+PICKLE = b"\x80"
+
+_RESAVE = (
+    "nanguard runs nothing that a checkpoint holds. Save state_dicts and plain numbers only, as in "
+    'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
+)
+# Modules and builtins that say what a file is up to: no honest checkpoint holds them.
+_CALLS = {"os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "runpy", "pty", "eval", "exec", "__import__"}
+_ON_DEMAND = ("torch.distributed.tensor", "torch.nested", "torch._dynamo")
+_TORN = "truncated or damaged: it was not written to its end, or not copied whole"
+
+
+def open_torch(path: Path) -> Source:
+    """The tensors stay in the file until they are looked at, where its format allows that."""
+    with path.open("rb") as file:
+        zipped = file.read(4) == ZIP
+        if zipped and path.suffix != ".safetensors":  # by that name, newer torch expects another format
+            value = load(path)
+        else:
+            file.seek(0)
+            value = load(file)
+    source = Source(format="torch" if zipped else "torch (legacy)")
+    source.add(value)
+    return source
+
+
+def load(file: Path | IO[bytes]) -> Any:
+    """``torch.load`` without running anything. Raises ``Unreadable``, whatever the file holds."""
+    try:
+        return _load(file)
+    except MemoryError:
+        raise Unreadable("does not fit into memory; saved by a newer torch.save it need not") from None
+    except Exception as error:  # a damaged pickle can fail in any way there is
+        raise Unreadable(_why(error)) from None
+
+
+def _load(file: Path | IO[bytes]) -> Any:
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": isinstance(file, Path)}
+    with warnings.catch_warnings(), standins.in_place():
+        warnings.simplefilter("ignore")  # of protocols and archives: what matters comes as an exception
+        try:
+            return torch.load(file, **options)
+        except Exception as error:
+            # torch reads DTensors and nested tensors once their modules, its own, are imported.
+            if "must be imported" not in str(error):
+                raise
+            for module in _ON_DEMAND:
+                if f"`{module}`" in str(error):
+                    importlib.import_module(module)
+            if not isinstance(file, Path):
+                file.seek(0)
+            return torch.load(file, **options)
+
+
+def _why(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    unknown = re.search(r"(?:Unsupported global|unsupported GLOBAL)\W+(?:GLOBAL )?([\w.]+)", text)
+    if unknown and (unknown[1] in _CALLS or unknown[1].split(".")[0] in _CALLS):
+        return (
+            f"calls {unknown[1]} when it is loaded the usual way, which no checkpoint needs. nanguard did not call it; "
+            "do not load this file anywhere"
+        )
+    if unknown:
+        return f"needs {unknown[1]}, and to make one could run any code. {_RESAVE}"
+    if "Unsupported operand 149" in text:  # the frames of pickle's protocol 4 and newer
+        return "a pickle of a protocol that torch.load reads only by running code. torch.save writes another by default"
+    if "TorchScript" in text:
+        return "a TorchScript archive, which is a program. Check the state_dict of its module instead"
+    if ".tar format" in text:
+        return "written by torch.save before 0.4, as a tar archive. Load it and save it again"
+    if isinstance(error, (EOFError, IndexError)) or re.search(
+        r"central directory|EOF|end of file|corrupted or truncated", text
+    ):
+        return _TORN
+    if "Weights only load failed" in text or "weights_only" in text:
+        detail = text.rsplit("WeightsUnpickler error:", 1)[-1].split("Check the documentation")[0].strip()
+        return f"cannot be read without running code, or is damaged ({detail[:160]}): {_RESAVE}"
+    return f"damaged, or not written by torch.save ({type(error).__name__}: {text[:160]})"

@@ -1,0 +1,381 @@
+"""What each rung does, on real little runs; the run log shows the climb, and late guarding does what eager does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from nanguard import (
+    Guard,
+    Halt,
+    LowerLR,
+    NonFiniteError,
+    Policy,
+    RaisePrecision,
+    Rollback,
+    Skip,
+    Snapshots,
+)
+from nanguard.testing import Fault, inject
+from optimizers import ALL
+
+SYNCS = ["eager", "late"]
+RING = Snapshots(every=10, keep=3)
+
+
+def climb(guard: Guard) -> list[str]:
+    return [incident.outcome.action.response for incident in guard.incidents]
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+
+
+class Attention(nn.Module):
+    """Scores that do not fit into fp16 when the input is large; the softmax of them is NaN there, and fine in fp32."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(6, 16)
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x) * self.gain, self.k(x) * self.gain
+        return ((q @ k.mT) / self.gain**2).softmax(-1) @ self.v(x)
+
+
+class Net(nn.Module):
+    def __init__(self, gain: float = 400.0) -> None:
+        super().__init__()
+        self.inp = nn.Linear(6, 6)
+        self.attn = Attention(gain)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attn(self.inp(x)))
+
+
+def attention_run(sync: str, policy: Policy, *, steps: int = 40, run_dir: Path | None = None) -> tuple[Any, Guard]:
+    model, opt = build(ALL["fused AdamW"], model=Net())
+    guard = Guard(model, opt, precision="fp16", sync=sync, policy=policy, run_dir=run_dir)
+    for batch in guard.epoch(make_batches(steps)):
+        guard.step(loss_fn, batch)
+    return everything(model, [opt]), guard
+
+
+# ---- lower the learning rate ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_lowered_learning_rate_survives_the_schedule_and_recovers(sync: str, tmp_path: Path) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    schedule = lr_scheduler.LambdaLR(opt, lambda step: 0.9**step)
+    policy = Policy([Skip(1, per=100), LowerLR(0.5, recover_after=8)])
+    guard = Guard(
+        model, opt, precision="fp32", sync=sync, policy=policy, scheduler=schedule, run_dir=tmp_path, snapshots=None
+    )
+    rates = []
+    for batch in guard.epoch(poisoned(make_batches(24), 3, 6)):
+        guard.step(loss_fn, batch)
+        guard.settle()
+        rates.append(opt.param_groups[0]["lr"])
+    applied = [place for place in range(24) if place not in (3, 6)]
+    plain = {place: 1e-3 * 0.9 ** (number + 1) for number, place in enumerate(applied)}
+    for place in applied:
+        factor = 0.5 if 6 < place < 15 else 1.0
+        assert rates[place] == pytest.approx(factor * plain[place], rel=1e-12), place
+    assert climb(guard) == ["skip", "lower_lr"]
+    events = [line["event"] for line in logged(tmp_path)]
+    assert events == ["run", "incident", "incident", "eased"]
+    assert logged(tmp_path)[2]["did"].startswith("learning rate multiplied by 0.5, now ")
+
+
+def test_late_lowers_and_recovers_as_eager_does() -> None:
+    def run(sync: str) -> Any:
+        model, opt = build(ALL["fused AdamW"])
+        schedule = lr_scheduler.CosineAnnealingLR(opt, 40)
+        policy = Policy([Skip(1, per=100), LowerLR(0.3, recover_after=8, times=5)])
+        guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, scheduler=schedule)
+        for batch in guard.epoch(poisoned(make_batches(40), 3, 6, 17, 18, 27)):
+            guard.step(loss_fn, batch)
+        return everything(model, [opt], schedule, guard.counts["skipped"], guard.counts["applied"])
+
+    assert differences(run("eager"), run("late")) == []
+
+
+# ---- raise precision -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_persistent_overflow_is_survived_by_raising_one_module(sync: str, tmp_path: Path) -> None:
+    policy = Policy([Skip(3, per=100), RaisePrecision("module"), RaisePrecision("model"), Halt()])
+    _, guard = attention_run(sync, policy, run_dir=tmp_path)
+    assert guard.kept_fp32 == ("attn",)
+    assert climb(guard) == ["skip", "skip", "skip", "raise_precision"]
+    assert guard.counts["applied"] == 36
+    assert logged(tmp_path)[4]["did"] == "attn in fp32 from now on"
+    assert guard.precision == "fp16"
+
+
+def test_late_raises_the_same_module_and_goes_on_alike() -> None:
+    policy = Policy([Skip(3, per=100), RaisePrecision("module", retry_after=12, times=9), Halt()])
+    eager, one = attention_run("eager", policy, steps=60)
+    late, other = attention_run("late", policy, steps=60)
+    assert climb(one) == climb(other)
+    assert differences(eager, late) == []
+
+
+def test_the_lower_precision_is_tried_again_and_left_for_longer_each_time(tmp_path: Path) -> None:
+    policy = Policy([Skip(1, per=10), RaisePrecision("module", retry_after=10, times=None), Halt()])
+    _, guard = attention_run("eager", policy, steps=60, run_dir=tmp_path)
+    eased = [line["step"] for line in logged(tmp_path) if line["event"] == "eased"]
+    raised = [i.reading.step for i in guard.incidents if i.outcome.action.response == "raise_precision"]
+    assert raised == [1, 13, 35], "one is skipped first"
+    assert eased == [12, 34]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_whole_model_leaves_autocast(sync: str) -> None:
+    policy = Policy([RaisePrecision("model"), Halt()])
+    _, guard = attention_run(sync, policy)
+    assert guard.precision == "fp32"
+    assert guard.counts["skipped"] == 1
+    assert guard.counts["applied"] == 39
+
+
+def test_precision_that_does_not_help_is_left_alone() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([RaisePrecision("module"), RaisePrecision("model"), Skip(9)])
+    guard = Guard(model, opt, precision="bf16", policy=policy, snapshots=None)
+    with inject(guard, Fault(into="gradient", name="out.bias", steps=(3, 4))):
+        for batch in guard.epoch(make_batches(8)):
+            guard.step(loss_fn, batch)
+    assert guard.kept_fp32 == ()
+    assert guard.precision == "bf16"
+    assert climb(guard) == ["skip", "skip"]
+    assert guard.incidents[0].outcome.action.passed == (
+        "raise precision of one module: it did not help just now",
+        "raise precision of the model: it did not help just now",
+    )
+
+
+def test_a_model_with_half_weights_is_cast_in_place() -> None:
+    torch.manual_seed(0)
+    model = Net().to(torch.float16)
+    weight = model.out.weight
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    guard = Guard(model, opt, precision="fp32", policy=Policy([RaisePrecision("model", lr=0.5), Halt()]))
+    halves = [(x.half(), y) for x, y in make_batches(6)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].to(weight.dtype)).float(), batch[1])
+
+    for batch in guard.epoch(halves):
+        guard.step(loss, batch)
+    assert model.out.weight is weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {s.dtype for state in opt.state.values() for s in state.values()} == {torch.float32}
+    assert opt.param_groups[0]["lr"] == 5e-4
+    assert guard.counts["applied"] == 5
+
+
+# ---- roll back -----------------------------------------------------------------------------------------------------
+
+
+def teacher(number: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Batches that can be learnt, so that the loss comes down and a divergence shows."""
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.randn(6, 3, generator=g)
+    xs = [torch.randn(32, 6, generator=g) for _ in range(number)]
+    return [(x, (x @ weights).argmax(1)) for x in xs]
+
+
+def learn(sync: str, policy: Policy, batches: Any, *faults: Fault, ring: Any = RING) -> tuple[Any, Guard]:
+    model, opt = build(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, snapshots=ring)
+    with inject(guard, *faults):
+        for batch in guard.epoch(batches):
+            guard.step(loss_fn, batch)
+    return everything(model, [opt]), guard
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(into="weight", name="out.weight", value="nan", steps=(70,), times=1),
+        Fault(into="weight", name="out.weight", value="bitflip", steps=(70,), times=1),
+        Fault(into="optimizer_state", name="inp.weight.exp_avg_sq", value="nan", steps=(70,), times=1),
+        Fault(into="buffer", name="norm.running_var", value="nan", steps=(70,), times=1),
+    ],
+    ids=lambda fault: f"{fault.value} {fault.into}",
+)
+def test_damage_of_the_moment_leaves_nothing_behind(fault: Fault, sync: str) -> None:
+    """With everything replayed from before it, the run ends bit for bit as if it had never happened."""
+    batches = teacher(140)
+    clean, _ = learn(sync, Policy(), batches)
+    state, guard = learn(sync, Policy(), batches, fault)
+    if fault.into != "buffer":
+        assert climb(guard) == ["roll_back"]
+        assert differences(clean, state) == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str) -> None:
+    model, opt = build(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True), model=TinyNet())
+    schedule = lr_scheduler.LambdaLR(opt, lambda step: 1.0 if step < 150 else 200.0)
+    guard = Guard(model, opt, precision="fp32", sync=sync, scheduler=schedule, snapshots=RING, max_norm=None)
+    for batch in guard.epoch(teacher(400)):
+        guard.step(loss_fn, batch)
+    assert set(climb(guard)) == {"roll_back"}
+    did = [incident.outcome.did for incident in guard.incidents]
+    assert "stepped over" not in did[0], "all again"
+    assert did[1].endswith("are stepped over"), "again but for the batches at which it happened"
+    assert "learning rate multiplied by 0.5, now 0.025" in did[2]
+    with torch.no_grad():
+        assert loss_fn(model.eval(), teacher(1, seed=0)[0]) < 1.0
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_harder_data_are_no_divergence(sync: str) -> None:
+    easy, g = teacher(120), torch.Generator().manual_seed(5)
+    hard = [(x * 20, torch.randint(0, 3, (32,), generator=g)) for x, _ in teacher(80, seed=0)]
+    _, guard = learn(sync, Policy(), easy + hard)
+    assert guard.incidents == ()
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_failed_batches_are_stepped_over_and_all_others_come_again(sync: str) -> None:
+    batches = poisoned(make_batches(60), 33, 34, 35)
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Skip(2, per=100), Rollback(skip_batches="failed")])
+    guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, snapshots=RING)
+    for batch in guard.epoch(batches):
+        guard.step(loss_fn, batch)
+    plain_model, plain_opt = build(ALL["fused AdamW"])
+    plain = Guard(plain_model, plain_opt, precision="fp32")
+    for place, batch in enumerate(batches):
+        if place not in (33, 34, 35):
+            plain.step(loss_fn, batch)
+    assert climb(guard) == ["skip", "skip", "roll_back"]
+    assert differences(everything(model, [opt]), everything(plain_model, [plain_opt])) == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_number_of_batches_is_stepped_over(sync: str) -> None:
+    seen = []
+    batches = poisoned(make_batches(60), 33, 34)
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Skip(1, per=100), Rollback(steps=10, skip_batches=20)])
+    guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, snapshots=RING)
+    for batch in guard.epoch([(x, y, i) for i, (x, y) in enumerate(batches)]):
+        seen.append(batch[2])
+        guard.step(lambda model, b: loss_fn(model, b[:2]), batch)
+    assert climb(guard) == ["skip", "roll_back"]
+    back = seen.index(41)
+    assert seen[back:] == list(range(41, 60)), "from the snapshot before step 21, twenty batches on"
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_stream_that_cannot_be_read_again_goes_on(sync: str, caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+    batches = poisoned(make_batches(60), 33, 34)
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Skip(1, per=100), Rollback(steps=10, skip_batches=20)])
+    guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, snapshots=RING)
+    for i, batch in enumerate(guard.epoch(iter(batches))):
+        seen.append(i)
+        guard.step(loss_fn, batch)
+    assert climb(guard) == ["skip", "roll_back"]
+    assert "cannot be read again" in caplog.text
+    assert len(seen) < 60, "it steps over what is left of the twenty"
+
+
+# ---- what a skip cannot undo ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_damage_without_a_snapshot_halts_at_once_and_says_so(sync: str) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", sync=sync, snapshots=None)
+    fault = Fault(into="weight", name="out.weight", value="nan", steps=(5,), times=1)
+    with inject(guard, fault), pytest.raises(NonFiniteError, match="damaged state at step 5") as caught:
+        for batch in guard.epoch(make_batches(20)):
+            guard.step(loss_fn, batch)
+    assert "Not sound: model.out.weight were non-finite before this step" in str(caught.value)
+    assert "nanguard check" in str(caught.value)
+    assert not guard.can_save()
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_bad_data_are_skipped_for_longer_than_anything_else(sync: str) -> None:
+    batches = poisoned(make_batches(90), *range(30, 70))
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="bf16", sync=sync, snapshots=RING)
+    for batch in guard.epoch(batches):
+        guard.step(loss_fn, batch)
+    assert climb(guard) == ["skip"] * 40
+    assert guard.counts["applied"] == 50
+    assert guard.incidents[-1].outcome.verdict.cause == "input"
+
+
+def test_a_mask_that_is_meant_to_be_infinite_is_no_damage() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", snapshots=RING)
+    for place, batch in enumerate(guard.epoch(poisoned(make_batches(40), 30))):
+        if place == 5:
+            model.register_buffer("mask", torch.full((3, 3), -torch.inf))
+        guard.step(loss_fn, batch)
+    assert climb(guard) == ["skip"]
+    assert guard.can_save()
+
+
+# ---- saving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_can_save_vetoes_what_is_not_known_to_be_sound(sync: str) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", sync=sync)
+    batches = make_batches(6)
+    for batch in batches[:3]:
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert guard.can_save()
+    with guard.autocast():
+        loss = loss_fn(model, batches[3])
+    guard.backward(loss)
+    assert not guard.can_save(), "in the middle of a step"
+    guard.update()
+    guard.settle()
+    assert guard.can_save()
+    guard.step(loss_fn, poisoned(batches, 4)[4])
+    assert guard.can_save() == (sync == "eager"), "a bad step in flight"
+    guard.settle()
+    assert guard.can_save()
+    opt.state[model.out.bias]["exp_avg"][0] = NAN
+    assert not guard.can_save(), "a moment that nobody has looked at yet"
+
+
+def test_measures_in_force_are_saved_and_loaded() -> None:
+    policy = Policy([RaisePrecision("module", lr=0.5, retry_after=10), RaisePrecision("model"), Halt()])
+    _, guard = attention_run("eager", policy, steps=4)
+    state = json.loads(json.dumps(guard.state_dict()))
+    model, opt = build(ALL["fused AdamW"], model=Net())
+    opt.load_state_dict(guard.optimizers[0].state_dict())
+    again = Guard(model, opt, precision="fp16", policy=policy)
+    again.load_state_dict(state)
+    assert again.kept_fp32 == ("attn",)
+    assert opt.param_groups[0]["lr"] == 5e-4
+    for batch in again.epoch(make_batches(20)):
+        again.step(loss_fn, batch)
+    assert climb(again)[:1] == ["raise_precision"]
+    assert "attn" not in again.kept_fp32 or len(again.incidents) > 1
