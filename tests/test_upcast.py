@@ -261,7 +261,7 @@ def test_compiled_code_compiles_anew(backend: str) -> None:
         assert mine.grad is not None
         assert mine.grad.dtype is torch.float32
         if backend == "inductor":  # fuses, and so rounds otherwise
-            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
         else:
             assert torch.equal(mine, theirs)
     torch.compiler.reset()

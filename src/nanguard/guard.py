@@ -283,7 +283,7 @@ class Guard:
         """
         if not self.snapshots:
             raise ProtocolError(
-                "guard.roll_back() was called and there is no good snapshot: the first is good a few steps after it was "
+                "guard.roll_back() was called and there is no good snapshot: the first is good some steps after it was "
                 "taken, and with snapshots=None there is none"
             )
         self.settle()

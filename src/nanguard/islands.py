@@ -23,11 +23,11 @@ _HALF = (torch.float16, torch.bfloat16)
 class Islands:
     """The modules of ``model`` that are kept in fp32; none at first, except those it was copied or loaded with.
 
-    A kept module runs with autocast off and half inputs cast to fp32, hence its backward pass too; half parameters
-    and buffers take part as fp32 copies. Its outputs get the half type of its inputs back: bf16, where there are
-    both. They stay in fp32 where the inputs were, or where some were under autocast: an fp32 residual stream cast
-    to fp16 could overflow. A result without dimensions (a loss) stays too. In fp32 alone, as in validation without
-    autocast, nothing is cast.
+    A kept module runs with autocast off and half inputs cast to fp32, hence its backward pass too (called outside of
+    autocast, as torch advises); half parameters and buffers take part as fp32 copies. Its outputs get the half type of
+    its inputs back: bf16, where there are both. They stay in fp32 where all inputs were, or under autocast where some
+    were: an fp32 residual stream cast to fp16 could overflow. A result without dimensions (a loss) stays too. In fp32
+    alone, as in validation without autocast, nothing is cast.
 
     What an island cannot see: a module used otherwise than by calling it (``F.linear(x, embed.weight)``, the
     ``out_proj`` of ``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer`` in evaluation), autocast
@@ -201,7 +201,8 @@ class _Island:
     def _replace(self, name: str, dtype: torch.dtype, new: Any) -> None:
         """Puts what forward has put in the place of a buffer's copy into the place of the buffer."""
         owner, _, key = name.rpartition(".")
-        setattr(self._behind.get_submodule(owner), key, new.to(dtype) if new.dtype is torch.float32 else new)
+        is_upcast = isinstance(new, Tensor) and new.dtype is torch.float32
+        setattr(self._behind.get_submodule(owner), key, new.to(dtype) if is_upcast else new)
 
 
 class _Behind(nn.Module):
