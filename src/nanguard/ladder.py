@@ -115,7 +115,7 @@ class RaisePrecision:
             return "precision does not undo it"
         if not verdict.means.lower_precision and self.lr == 1.0:
             return "all runs in fp32"
-        if verdict.cause == "input":
+        if self.verify and verdict.cause == "input":
             return "the data hold NaN or Inf"
         if self.scope == "module" and not verdict.means.can_run_again:
             return "the module can be found only where guard.step ran it"

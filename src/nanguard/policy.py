@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -74,6 +75,10 @@ class Policy:
         """
         if name not in _RECIPES:
             raise ValueError(f"there is no recipe {name!r}; there are {', '.join(map(repr, _RECIPES))}")
+        accepted = inspect.signature(_RECIPES[name]).parameters
+        for option in options:
+            if option not in accepted:
+                raise ValueError(f"recipe {name!r} has no option {option!r}; it has {', '.join(accepted) or 'none'}")
         return _RECIPES[name](**options)
 
     @property

@@ -1,0 +1,221 @@
+"""The ladder as data: what is decided from records alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanguard import Divergence, DropBadGradients, Halt, LowerLR, Policy, RaisePrecision, Rollback, Skip
+from nanguard.divergence import Trend
+from nanguard.policy import judge
+from nanguard.records import Means, Outcome, Reading, Verdict
+
+ALL_MEANS = Means(lower_precision=True, can_run_again=True, snapshots=(1, 51))
+LADDER = (
+    Skip(times=2, per=10),
+    RaisePrecision("module"),
+    LowerLR(),
+    Rollback(times=2, per="run"),
+    Halt(),
+)
+
+
+def bad(step: int, epoch: int = 1, *, means: Means = ALL_MEANS, **fields: Any) -> Verdict:
+    reading = Reading(step=step, epoch=epoch, batch=step, loss=math.nan, found=("loss", "gradients"))
+    return replace(Verdict(kind="nonfinite", reading=reading, means=means), **fields)
+
+
+def answers(policy: Policy, verdicts: list[Verdict]) -> list[str]:
+    """What is decided one after the other, each step in between having been fine."""
+    history: list[Outcome] = []
+    for verdict in verdicts:
+        history.append(Outcome(verdict=verdict, action=policy.decide(history, verdict), applied=False))
+    return [past.action.response for past in history]
+
+
+def test_a_single_bad_step_costs_one_step() -> None:
+    assert answers(Policy(), [bad(100)]) == ["skip"]
+    assert answers(Policy(), [bad(step) for step in range(0, 1000, 100)]) == ["skip"] * 10, "nor do rare ones climb"
+
+
+def test_repetition_within_the_span_takes_the_next_rung_and_patience_starts_afresh() -> None:
+    policy = Policy(LADDER)
+    assert answers(policy, [bad(1), bad(3), bad(5), bad(7), bad(8), bad(9)]) == [
+        "skip",
+        "skip",
+        "raise_precision",
+        "skip",
+        "skip",
+        "lower_lr",
+    ]
+    assert answers(policy, [bad(1), bad(3), bad(15), bad(17)]) == ["skip"] * 4
+
+
+def test_a_rung_that_brought_no_good_step_is_not_gone_below() -> None:
+    policy = Policy(LADDER)
+    assert answers(policy, [bad(step) for step in range(7)]) == [
+        "skip",
+        "skip",
+        "raise_precision",
+        "lower_lr",
+        "lower_lr",
+        "lower_lr",
+        "roll_back",
+    ]
+
+
+def test_damage_goes_straight_to_what_undoes_it() -> None:
+    damage = bad(5, kind="damage")
+    assert answers(Policy(LADDER), [damage]) == ["roll_back"]
+    assert answers(Policy(LADDER), [replace(damage, means=Means())]) == ["halt"]
+    action = Policy(LADDER).decide([], replace(damage, means=Means()))
+    assert action.passed == (
+        "skip: a skip does not undo it",
+        "raise precision of one module: precision does not undo it",
+        "lower the learning rate: a smaller learning rate does not mend it",
+        "roll back: there is no good snapshot",
+    )
+
+
+def test_a_finite_divergence_never_halts() -> None:
+    diverged = bad(5, kind="divergence")
+    diverged = replace(diverged, reading=replace(diverged.reading, found=(), loss=9.0))
+    assert answers(Policy(LADDER), [diverged]) == ["lower_lr"]
+    assert answers(Policy([Skip(), Halt()]), [diverged]) == ["warn"]
+    assert answers(Policy(LADDER), [replace(diverged, cause="batch")]) == ["apply"], "the data are harder"
+
+
+def test_data_at_fault_are_skipped_by_a_rung_of_their_own() -> None:
+    policy = Policy([Skip(1, per=100), Skip(50, when="data"), Halt()])
+    batch = [bad(step, cause="input") for step in range(40)]
+    assert answers(policy, batch) == ["skip"] * 40
+    assert answers(policy, [bad(0), bad(2, cause="weights")]) == ["skip", "halt"]
+
+
+def test_a_ladder_ends_in_a_halt_whether_it_says_so_or_not() -> None:
+    assert answers(Policy([Skip(1)]), [bad(1), bad(3)]) == ["skip", "halt"]
+    assert answers(Policy([]), [bad(1)]) == ["halt"]
+
+
+def test_raising_precision_needs_something_to_raise() -> None:
+    policy = Policy([RaisePrecision("module"), RaisePrecision("model"), Skip()])
+    assert answers(policy, [bad(1, means=Means())]) == ["skip"]
+    own_loop = Means(lower_precision=True)
+    action = policy.decide([], bad(1, means=own_loop))
+    assert (action.response, action.rung) == ("raise_precision", 1), "the module is found by running the step again"
+    assert answers(policy, [bad(1, cause="input")]) == ["skip"], "no precision makes a NaN of the data finite"
+
+
+def test_dropped_gradients_are_decided_before_they_are_dropped() -> None:
+    policy = Policy([DropBadGradients(times=1), Skip()])
+    reading = Reading(step=1, epoch=1, batch=1, loss=1.0, found=("gradients",), gradients=("w",))
+    verdict = Verdict(kind="nonfinite", reading=reading, means=Means(can_drop_gradients=True))
+    assert answers(policy, [verdict, verdict]) == ["drop_gradients", "skip"]
+    assert answers(policy, [replace(verdict, reading=replace(reading, scale=1.0))]) == ["skip"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Policy([Halt(), Skip()]),
+        lambda: Policy(["skip"]),  # type: ignore[list-item]
+        lambda: Policy(divergence=3),  # type: ignore[arg-type]
+        lambda: Policy.recipe("speechbrian"),
+        lambda: Skip(times=-1),
+        lambda: Skip(per=0),
+        lambda: Skip(when="monday"),  # type: ignore[arg-type]
+        lambda: LowerLR(factor=2.0),
+        lambda: LowerLR(factor=math.nan),
+        lambda: LowerLR(recover_after=0),
+        lambda: RaisePrecision("layer"),  # type: ignore[arg-type]
+        lambda: RaisePrecision(lr=0.0),
+        lambda: Rollback(steps=0),
+        lambda: Rollback(skip_batches=-1),
+        lambda: Rollback(skip_batches="all"),  # type: ignore[arg-type]
+        lambda: Divergence(window=2),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"got|there is no recipe|must be the last|needs"):
+        wrong()
+
+
+def test_records_survive_a_round_trip_through_json() -> None:
+    verdict = bad(5, cause="batch")
+    outcome = Outcome(
+        verdict=verdict, action=Policy(LADDER).decide([], verdict), applied=False, rerun=1, did="so and so"
+    )
+    data = outcome.as_dict()
+    data["verdict"]["reading"].update(loss=0.5, mean_loss=0.5)
+    assert Outcome.from_dict(json.loads(json.dumps(data))) == Outcome.from_dict(data)
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from(["nonfinite", "damage"])), max_size=25))
+def test_decisions_depend_on_records_alone_and_always_come(events: list[tuple[int, Any]]) -> None:
+    step, verdicts = 0, []
+    for gap, kind in events:
+        step += gap
+        verdicts.append(bad(step, kind=kind))
+    first = answers(Policy(), verdicts)
+    assert first == answers(Policy(), [replace(verdict) for verdict in verdicts])
+    assert set(first) <= {"skip", "raise_precision", "lower_lr", "roll_back", "halt"}
+
+
+class TestDivergence:
+    rule = Divergence(window=32, sustain=4)
+
+    def trend(self, losses: list[float]) -> Trend:
+        trend = Trend()
+        for loss in losses:
+            trend = trend.after(loss, self.rule)
+        return trend
+
+    def calm(self, number: int = 64) -> list[float]:
+        return [2.0 * 0.96**i + 0.1 * math.sin(7.0 * i) + 1.0 for i in range(number)]
+
+    def test_a_loss_that_leaves_its_past_for_good_has_diverged(self) -> None:
+        assert not self.trend([*self.calm(), 9.0, 9.0, 9.0]).has_diverged(self.rule)
+        assert self.trend([*self.calm(), 9.0, 9.0, 9.0, 9.0]).has_diverged(self.rule)
+
+    def test_outliers_do_not_count(self) -> None:
+        losses = self.calm()
+        for i in range(20):
+            losses += [50.0, 1.1]
+            assert not self.trend(losses).has_diverged(self.rule), i
+
+    def test_one_good_step_among_the_bad_does_not_hide_them(self) -> None:
+        assert self.trend([*self.calm(), 9.0, 9.0, 1.1, 9.0, 9.0, 9.0]).has_diverged(self.rule)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_what_is_not_finite_changes_nothing(self, value: float) -> None:
+        losses = self.calm()
+        poisoned = [each for loss in losses for each in (loss, value)]
+        assert self.trend(poisoned) == self.trend(losses)
+        assert self.trend([*poisoned, 9.0, 9.0, 9.0, 9.0]).has_diverged(self.rule)
+
+    def test_too_little_is_no_past(self) -> None:
+        assert not self.trend([1.0] * 15 + [9.0] * 10).has_diverged(self.rule)
+
+    def test_a_little_worse_is_no_divergence(self) -> None:
+        assert not self.trend([*self.calm(), *[1.4] * 50]).has_diverged(self.rule), "less than half of all progress"
+
+    @given(st.lists(st.floats(0.0, 10.0), min_size=60, max_size=60), st.integers(0, 2**16))
+    def test_shuffled_noise_has_no_trend(self, losses: list[float], seed: int) -> None:
+        import random
+
+        random.Random(seed).shuffle(losses)
+        rule = Divergence(window=32, sustain=8)
+        trend = Trend()
+        for loss in (*losses, *losses):
+            trend = trend.after(loss, rule)
+        assert not trend.has_diverged(rule)
+
+    def test_it_is_saved_as_plain_numbers(self) -> None:
+        trend = self.trend([*self.calm(), 9.0, 9.0])
+        assert Trend.from_dict(json.loads(json.dumps(trend.as_dict()))) == trend
