@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step
-from nanguard import Guard, Policy, Rollback, Snapshots
+import nanguard
+from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from nanguard import Guard, Policy, Rollback, Skip, Snapshots
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -201,3 +204,121 @@ def test_with_workers_too() -> None:
     state, guard, _ = run("workers", sync="eager", fault=True)
     assert guard.counts["rolled_back"] == 1
     assert differences(clean, state) == []
+
+
+# ---- another process -----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, torch, numpy as np
+sys.path.insert(0, {tests!r})
+from test_rollback import *
+
+def main(folder, kill_at):
+    loader = loader_of("shuffled")
+    model, opt = build(ALL["fused AdamW"])
+    schedule = lr_scheduler.CosineAnnealingLR(opt, 200)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    guard = Guard(model, opt, precision="fp16", scheduler=schedule, ema=ema, run_dir=folder, clip="zscore",
+                  sync={sync!r}, snapshots=Snapshots(every=10, keep=2, where="disk"))
+    torch.manual_seed(7)
+    np.random.seed(7)
+    done = guard.resume()
+    print("resumed", done)
+    for epoch in range(guard.current_epoch, 3):
+        for batch in guard.epoch(loader):
+            guard.step(loss_fn, batch)
+            if guard.current_step == kill_at:
+                guard._steps.keeper.close()
+                os._exit(9)
+    guard.close()
+    torch.save(states(guard, ema, schedule), folder + "/end.pt")
+
+main(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def test_a_killed_run_goes_on_in_another_process_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(tests=str(Path(__file__).parent), sync="late"))
+
+    def start(name: str, kill_at: int) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = [sys.executable, str(program), str(tmp_path / name), str(kill_at)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    whole = start("whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    assert start("killed", 57).returncode == 9
+    again = start("killed", 101)
+    assert again.returncode == 9, again.stderr
+    assert "resumed 51" in again.stdout
+    last = start("killed", -1)
+    assert last.returncode == 0, last.stderr
+    assert "resumed 91" in last.stdout
+    ends = [torch.load(tmp_path / name / "end.pt", weights_only=False) for name in ("whole", "killed")]
+    assert differences(*ends) == []
+
+
+def test_resuming_needs_a_disk_and_finds_nothing_at_first(tmp_path: Path) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    with pytest.raises(nanguard.ProtocolError, match="needs snapshots on disk"):
+        Guard(model, opt, snapshots=None).resume()
+    with pytest.raises(ValueError, match="needs snapshots on disk"):
+        Guard(model, opt, snapshots=RING).resume()
+    with pytest.raises(ValueError, match="give the guard a run_dir"):
+        Guard(model, opt, snapshots=Snapshots(where="disk"))
+    assert Guard(model, opt, run_dir=tmp_path, snapshots=Snapshots(where="disk")).resume() is None
+
+
+def test_a_torn_snapshot_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def guarded() -> Guard:
+        model, opt = build(ALL["fused AdamW"])
+        return Guard(model, opt, precision="fp32", run_dir=tmp_path, snapshots=Snapshots(every=10, where="disk"))
+
+    with guarded() as guard:
+        for batch in make_batches(40):
+            guard.step(loss_fn, batch)
+        steps = guard.snapshots
+    newest = sorted((tmp_path / "snapshots").glob("step-*/tensors.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-7])
+    assert guarded().resume() == steps[-2]
+    assert f"step {steps[-1]}" in caplog.text or newest.parent.name in caplog.text
+
+
+def test_what_would_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    monkeypatch.setattr("nanguard.snapshot.memory.free_bytes", lambda *_, **__: 1_000)
+    with pytest.raises(ValueError, match="free"):
+        Guard(model, opt, snapshots=Snapshots(where="host"))
+
+
+def test_where_memory_is_short_none_are_taken_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    monkeypatch.setattr("nanguard.snapshot.memory.free_bytes", lambda *_, **__: 1_000)
+    guard = Guard(model, opt, precision="fp32")
+    for batch in make_batches(20):
+        guard.step(loss_fn, batch)
+    assert guard.snapshots == ()
+    assert caplog.text.count("no snapshots are taken") == 1
+
+
+def test_rolling_back_without_a_snapshot_is_an_error_that_says_why() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    with pytest.raises(nanguard.ProtocolError, match="there is no good snapshot"):
+        Guard(model, opt, snapshots=None).roll_back()
+
+
+def test_a_candidate_is_good_only_after_later_steps_and_never_replaces_a_good_one() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", policy=Policy([Skip(99)]), snapshots=Snapshots(every=10, keep=1))
+    seen = []
+    for batch in poisoned(make_batches(40), 11, 13, 15, 17, 19, 22, 24, 26, 28):
+        guard.step(loss_fn, batch)
+        seen.append(guard.snapshots)
+    guard.settle()
+    assert seen[0] == (), "taken, not yet known to be good"
+    assert seen[11] == (1,)
+    assert seen[28] == (1,), "none of the candidates in the bad stretch was kept"
+    assert guard.snapshots[0] > 28

@@ -89,14 +89,18 @@ class Data:
     current: Pass | None = None
     last: Any = None
     _back: dict[str, Any] | None = None
-    _saved: dict[str, Any] | None = None
+    _saved: tuple[dict[str, Any] | None, RngState] | None = None
     _skip_next: int = 0
     _skip_between: tuple[Place, Place] | None = None
 
     def begin(self, loader: Iterable[Any], number: int) -> Pass:
         """A new pass; where a run is resumed, the one it was in."""
-        mark, self._saved = self._saved, None
+        saved, self._saved = self._saved, None
         self.current = Pass(loader, number, self.dice)
+        mark = None
+        if saved is not None:
+            mark, rng = saved
+            rng.restore(self.device)
         if mark is not None:
             if self.current.can_go_back or mark["loader"] is not None:
                 self.current.go_back(mark, self.device)
@@ -144,9 +148,9 @@ class Data:
     def mark(self) -> dict[str, Any] | None:
         return None if self.current is None else self.current.mark()
 
-    def resume_at(self, mark: dict[str, Any] | None) -> None:
-        """The next pass begins where a run in another process was."""
-        self._saved = mark
+    def resume_at(self, mark: dict[str, Any] | None, rng: RngState) -> None:
+        """The next pass begins where a run in another process was, whatever is drawn until then."""
+        self._saved = mark, rng
 
     def go_back(self, mark: dict[str, Any] | None, *, over: int = 0, between: tuple[Place, Place] | None = None) -> str:
         """Chooses the way back to a mark, stepping over the next ``over`` batches, or those ``between`` two places.

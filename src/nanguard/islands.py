@@ -39,10 +39,7 @@ class Islands:
     """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
-        if any(isinstance(module, DataParallel) for module in model.modules()):
-            raise ValueError(
-                "the model is in DataParallel, whose replicas would all run the first one's islands: use DDP"
-            )
+        self._is_replicated = any(isinstance(module, DataParallel) for module in model.modules())
         self._device_type = device_type
         self._modules, self._names = _modules_and_names(unwrapped(model))
         found = {name: module.__dict__.get("forward") for name, module in self._modules.items()}
@@ -61,6 +58,8 @@ class Islands:
         called, ``ValueError``, and nothing is kept.
         """
         matched = self._matched(patterns)
+        if matched and self._is_replicated:
+            raise ValueError("the model is in DataParallel, whose replicas would all run the first one: use DDP")
         new = tuple(name for name in self._modules if name in matched and name not in self._islands)
         for name in new:
             self._islands[name] = _Island(self._modules[name], self._device_type)

@@ -1,7 +1,9 @@
 """The run log: ``run_dir/run.jsonl``, one JSON object a line, versioned.
 
 Every line has ``event``. The first is ``run`` (schema version, versions, device, precision, policy); then come
-``incident``, ``overflow`` (a routine fp16 back-off) and ``drop`` (a micro-batch or gradient left out), and ``end``.
+``incident`` (what was found, the rung that was taken, what it did, why the ones below were passed), ``overflow`` (a
+routine fp16 back-off), ``drop`` (a micro-batch or gradient left out), ``eased`` (a measure taken back), ``roll_back``
+(by hand), and ``end``.
 JSON has no NaN or Inf, so these floats are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 

@@ -16,6 +16,7 @@ from nanguard.errors import ProtocolError
 from nanguard.late import Late
 from nanguard.measure import Layout
 from nanguard.recovery.climber import Climber
+from nanguard.rng import RngState
 from nanguard.snapshot.keeper import Keeper
 from nanguard.snapshot.options import Snapshots
 from nanguard.window import LossFn, Microbatch, Window
@@ -224,7 +225,7 @@ class Steps:
         self.mode.drop_in_flight()
         self.load_facts(facts["run"])
         self.num_epochs = max(0, self.num_epochs - (facts["data"] is not None))  # the next epoch is the one it was in
-        self.data.resume_at(facts["data"])
+        self.data.resume_at(facts["data"], RngState.from_dict(facts["rng"]))
         return self.bench.num_steps
 
     def load_facts(self, facts: dict[str, Any]) -> None:

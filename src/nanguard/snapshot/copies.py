@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanguard.errors import ProtocolError
 from nanguard.snapshot.bulk import copy_all
-from nanguard.snapshot.packing import Parcel, Place, flat, nbytes_of, pack, views_of
+from nanguard.snapshot.packing import Parcel, Place, flat, nbytes_of, pack, parcels_of, views_of
 
 Where = Literal["device", "host"]
 
@@ -40,6 +40,7 @@ class Copies:
         self._views: dict[str, Tensor] = {}
         for chunk, inside in itertools.groupby(places, key=lambda place: place.chunk):
             self._views |= views_of(inside, chunks[chunk])
+        self._parcels: dict[frozenset[str], list[Parcel]] = {}
         self._loose = loose
         self._done: Any = None
         self._is_taken = False
@@ -84,7 +85,7 @@ class Copies:
             raise ProtocolError("put_back() was called on memory that no state was copied into: call take() first")
         _check(self, live)
         copier = self._copier
-        here = {name: live[name] for name in live if name in self._views and copier.packs(live[name])}
+        here = {name: live[name] for name in self._places if name in live and copier.packs(live[name])}
         if self._done is not None:
             copier.hold_writes()
             torch.cuda.current_stream(copier.device).wait_event(self._done)
@@ -105,38 +106,37 @@ class Copies:
                 flat(live[name]).copy_(flat(self._views[name]), non_blocking=True)
             else:
                 image = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._copier.device)
-                image.copy_(parcel.memory(self._chunks), non_blocking=True)
+                image.copy_(parcel.memory, non_blocking=True)
                 copy_all((tensor, view) for view, tensor in parcel.pairs(image, live))
 
     def parcels(self, names: Collection[str]) -> list[Parcel]:
-        """The copies of ``names`` in lots to travel by: small ones together, large ones alone."""
-        found: list[Parcel] = []
-        for place in self._places.values():
-            if place.name not in names:
-                continue
-            if found and found[-1].has_room_for(place):
-                found[-1].places.append(place)
-            else:
-                found.append(Parcel([place]))
+        """The copies of ``names`` in lots to travel by."""
+        asked = frozenset(names)
+        found = self._parcels.get(asked)
+        if found is None:
+            if len(self._parcels) == 4:  # a state is copied in two sets of names, always the same
+                self._parcels.clear()
+            places = [place for place in self._places.values() if place.name in asked]
+            found = self._parcels[asked] = parcels_of(places, self._chunks)
         return found
 
     def fits(self, live: Mapping[str, Tensor], copier: Copier) -> bool:
         """Whether ``live`` can be copied into this memory as it is."""
         if copier is not self._copier or live.keys() != set(self.names):
             return False
-        return all(
-            name not in self._views
-            if not copier.packs(tensor)
-            else name in self._views
-            and tensor.shape == self._places[name].shape
-            and tensor.dtype is self._places[name].dtype
-            for name, tensor in live.items()
-        )
+        places = self._places
+        for name, tensor in live.items():
+            place = places.get(name)
+            if copier.packs(tensor) != (place is not None):
+                return False
+            if place is not None and not (tensor.dtype is place.dtype and tensor.shape == place.shape):
+                return False
+        return True
 
     def drop(self) -> None:
         """Lets go of the memory: it goes back to torch, which waits for copies under way before it is used again."""
         self.names, self._places, self._chunks, self._views, self._loose = (), {}, [], {}, {}
-        self._done, self._is_taken = None, False
+        self._parcels, self._done, self._is_taken = {}, None, False
 
     def keep_loose(self, live: Mapping[str, Tensor]) -> None:
         """Copies at once what is not packed."""
@@ -185,6 +185,9 @@ class Copier:
         on_host = self.where == "host"
         places, sizes = pack(packed, pinned=on_host)
         chunks = [_pinned(size) if on_host else self._image(size) for size in sizes]
+        if not on_host:
+            for chunk in chunks:
+                chunk.record_stream(self._reader)
         return Copies(self, tuple(live), places, chunks, {})
 
     @torch.inference_mode(False)
@@ -252,8 +255,6 @@ class Copier:
         with torch.cuda.stream(self._reader):
             copy_all((views[name], tensor) for name, tensor in later.items())
             self._read = _event(self._reader)
-        for chunk in copies._chunks:
-            chunk.record_stream(self._reader)
         return self._read
 
     def _to_host(self, copies: Copies, now: dict[str, Tensor], later: dict[str, Tensor]) -> Any:
@@ -274,7 +275,7 @@ class Copier:
             for images in (early, staged):
                 while images:
                     image, parcel = images.popleft()
-                    parcel.memory(copies._chunks).copy_(image, non_blocking=True)
+                    parcel.memory.copy_(image, non_blocking=True)
                     image.record_stream(self._drainer)
                     del image  # now, so that torch has it back as soon as this very parcel is on the host
             done = _event(self._drainer)
@@ -324,7 +325,7 @@ class Copier:
         for parcel in gathered:
             image = scratch[: parcel.nbytes]
             copy_all(parcel.pairs(image, live))
-            parcel.memory(copies._chunks).copy_(image, non_blocking=True)
+            parcel.memory.copy_(image, non_blocking=True)
         for parcel in parcels:
             if parcel.goes_as_it_is(live):
                 name = parcel.places[0].name

@@ -33,33 +33,15 @@ class Place:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Parcel:
     """Copies that lie side by side in one chunk."""
 
-    places: list[Place]
-
-    @property
-    def start(self) -> int:
-        return self.places[0].start
-
-    @property
-    def nbytes(self) -> int:
+    def __init__(self, places: list[Place], chunks: list[Tensor]) -> None:
+        self.places = places
+        self.start = places[0].start
+        self.nbytes = _aligned(places[-1].start + places[-1].nbytes) - self.start
         """Up to where the next one could begin."""
-        return _aligned(self.places[-1].start + self.places[-1].nbytes) - self.start
-
-    def memory(self, chunks: list[Tensor]) -> Tensor:
-        """Its bytes."""
-        return chunks[self.places[0].chunk][self.start : self.start + self.nbytes]
-
-    def has_room_for(self, place: Place) -> bool:
-        last = self.places[-1]
-        return (
-            place.chunk == last.chunk
-            and place.start - (last.start + last.nbytes) < _ALIGN
-            and place.start + place.nbytes - self.start <= _PARCEL
-            and max(place.nbytes, last.nbytes) < _PARCEL // 2
-        )
+        self.memory = chunks[places[0].chunk][self.start : self.start + self.nbytes]
 
     def goes_as_it_is(self, live: Mapping[str, Tensor]) -> bool:
         """Whether it is one tensor, whose bytes lie in memory just as its copy's do."""
@@ -70,6 +52,27 @@ class Parcel:
         """Each copy as it lies in ``image``, memory for this parcel alone, and the live tensor."""
         views = views_of(self.places, image, self.start)
         return [(view, live[name]) for name, view in views.items()]
+
+
+def parcels_of(places: Iterable[Place], chunks: list[Tensor]) -> list[Parcel]:
+    """Lots to travel by: small copies together, large ones alone."""
+    lots: list[list[Place]] = []
+    for place in places:
+        if lots and _may_join(lots[-1], place):
+            lots[-1].append(place)
+        else:
+            lots.append([place])
+    return [Parcel(lot, chunks) for lot in lots]
+
+
+def _may_join(lot: list[Place], place: Place) -> bool:
+    last = lot[-1]
+    return (
+        place.chunk == last.chunk
+        and place.start - (last.start + last.nbytes) < _ALIGN
+        and place.start + place.nbytes - lot[0].start <= _PARCEL
+        and max(place.nbytes, last.nbytes) < _PARCEL // 2
+    )
 
 
 def views_of(places: Iterable[Place], memory: Tensor, start: int = 0) -> dict[str, Tensor]:
