@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import INF, build, differences, everything, loss_fn, make_batches, poisoned
-from optimizers import ALL
 from torch.optim import lr_scheduler
 
+from helpers import INF, build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard import DropBadGradients, Guard, Halt, NonFiniteError, Policy, RaisePrecision, Rollback, Skip
 from nanguard.testing import Fault, inject
+from optimizers import ALL
 
 SYNCS = ["eager", "late"]
 
@@ -188,5 +188,5 @@ class TestPretrain:
 def test_an_unknown_recipe_or_option_says_what_there_is() -> None:
     with pytest.raises(ValueError, match="'default', 'speechbrain', 'tts', 'separation', 'llava', 'pretrain'"):
         Policy.recipe("palm")
-    with pytest.raises(ValueError, match="lr_backof.*lr_backoff"):
+    with pytest.raises(ValueError, match=r"lr_backof.*lr_backoff"):
         Policy.recipe("llava", lr_backof=0.5)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import NAN, build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard import (
     Guard,
     Halt,
@@ -244,7 +244,7 @@ def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str) -> No
     did = [incident.outcome.did for incident in guard.incidents]
     assert "stepped over" not in did[0], "all again"
     assert did[1].endswith("are stepped over"), "again but for the batches at which it happened"
-    assert "learning rate multiplied by 0.5, now 0.025" in did[2]
+    assert "learning rate multiplied by 0.25, now 0.0125" in did[2]
     with torch.no_grad():
         assert squares(model, teacher(1, seed=1)[0]) < 0.2
 

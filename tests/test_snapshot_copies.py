@@ -254,6 +254,61 @@ def test_memory_can_be_had_before_it_is_needed(pretend: Any) -> None:
         assert reserved.ready()
 
 
+@pytest.mark.usefixtures("small")
+def test_spare_memory_for_one_state_is_enough_for_one_after_the_other(
+    pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps of the memory for images is still there for images, unless they are in use or it is given up."""
+    state = {f"t{i}": torch.full((200,), float(i)) for i in range(20)}
+    size = 20 * 1024
+    copier = pretend("host")
+    slot = copier.reserve(state)
+    torch_has = SimpleNamespace(reserved=0, in_use=0, freed=0)
+    empty, total = copier._image, 1 << 30
+
+    def image(nbytes: int) -> Tensor:
+        torch_has.in_use += nbytes
+        torch_has.reserved = max(torch_has.reserved, torch_has.in_use)
+        return empty(nbytes)
+
+    def staged() -> int:
+        before = torch_has.in_use
+        copier.take(state, slot)
+        return torch_has.in_use - before
+
+    monkeypatch.setattr(copier, "_image", image)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: torch_has.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"reserved_bytes.all.freed": torch_has.freed})
+    left = lambda _: (total // 20 + int(1.2 * size) - torch_has.reserved, total)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
+    for _ in range(3):
+        torch_has.in_use = 0
+        assert staged() == size
+    assert torch_has.reserved == size
+    monkeypatch.setattr(Instant, "query", lambda _: False)
+    assert 0 < staged() <= 0.3 * size  # with a scratch image for what goes straight
+
+
+def test_memory_given_back_to_the_driver_is_not_counted_twice(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = {"reserved_bytes.all.freed": 0}
+    copier = pretend("host", room=(1 << 30) // 20 + 500)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: freed)
+    assert copier._room() == 500
+    copier._grown = 300
+    assert copier._room() == 800
+    freed["reserved_bytes.all.freed"] = 1
+    assert copier._room() == copier._room() == 500
+
+
+@pytest.mark.parametrize("options", [{}, {"staging": False}, {"trained": False}, {"room": 0}], ids=str)
+def test_a_copier_gathers_nothing_over_time(pretend: Any, options: dict[str, Any]) -> None:
+    copier, state = pretend("host", **options), {"a": torch.ones(4)}
+    slot = copier.reserve(state)
+    for _ in range(5):
+        copier.take(state, slot)
+    assert len(copier._draining) <= 1
+
+
 def test_inference_mode_and_gradients_are_no_hindrance() -> None:
     state = {"p": nn.Parameter(torch.ones(3)), "b": torch.ones(2)}
     copier = Copier(CPU, "device")

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,9 @@ def test_compiled_code_compiles_anew(backend: str) -> None:
 def test_recurrent_weights_are_in_one_piece_again(device: str) -> None:
     rnn = nn.GRU(4, 4, num_layers=2).to(device, torch.bfloat16)
     x = torch.randn(3, 2, 4, device=device)
-    rnn(x.bfloat16())[0].sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # cuDNN has no such pieces for bf16, and says so
+        rnn(x.bfloat16())[0].sum().backward()
     other = copy.deepcopy(rnn).float()
     to_fp32_(rnn, [])
     rnn(x)[0].sum().backward()  # cuDNN would warn, which is an error here

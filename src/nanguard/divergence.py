@@ -1,9 +1,9 @@
 """When a finite loss has diverged: beyond its own past by a rule that outliers do not move and NaN cannot fool.
 
 A single loss far out is an outlier of the data; so the rule waits until there are ``sustain`` more of them than of
-others. And what counts as far is measured in three ways at once: by the spread of the recent past (median and median
-deviation), by its largest value, and by how much of all progress since the start would be lost. While it is undecided,
-no loss joins the past that it is held against, and non-finite ones never do.
+others. What counts as far is measured against the *lower half* of the recent past, which neither outliers nor a rise
+that is already under way move much, and by how much of all progress since the start would be lost. While it is
+undecided, no loss joins the past that it is held against, and non-finite ones never do.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """A loss counts as beyond its past when it is above all of
+    """A loss counts as beyond its past when it is above both
 
-    - the median of the last ``window`` losses plus ``deviations`` times their spread,
-    - the largest of them,
-    - the point where ``progress`` of what the loss has come down since the start is lost again.
+    - the lower quartile of the last ``window`` losses plus ``deviations`` times their spread (that of the lower half),
+    - the point where ``progress`` of what the loss has come down since the start, in ratio, is lost again.
 
-    ``sustain`` such losses, each other one in between counting against, are a divergence. Half a window must have been
-    seen before the rule speaks.
+    ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
+    have been seen before the rule speaks.
     """
 
-    window: int = 64
-    deviations: float = 5.0
+    window: int = 128
+    deviations: float = 6.0
     progress: float = 0.5
     sustain: int = 8
 
     def __post_init__(self) -> None:
-        if self.window < 8 or self.sustain < 1 or not self.deviations > 0 or not self.progress >= 0:
+        if self.window < 16 or self.sustain < 1 or not self.deviations > 0 or not self.progress >= 0:
             raise ValueError(
-                "Divergence needs window >= 8, sustain >= 1, deviations > 0 and progress >= 0, got "
+                "Divergence needs window >= 16, sustain >= 1, deviations > 0 and progress >= 0, got "
                 f"window={self.window!r}, sustain={self.sustain!r}, deviations={self.deviations!r}, "
                 f"progress={self.progress!r}"
             )
@@ -56,23 +55,26 @@ class Trend:
         """The trend with one more loss. A non-finite one changes nothing."""
         if not math.isfinite(loss):
             return self
-        # The limit is no lower than the largest of the past: most losses need no median.
-        if self.calm and loss > max(self.calm) and loss > self.limit(rule):
+        if loss > self.limit(rule):
             return replace(self, beyond=self.beyond + 1, since=self.since + 1)
         if self.beyond > 1:
             return replace(self, beyond=self.beyond - 1, since=self.since + 1)
         calm = (*self.calm[-rule.window + 1 :], loss)
-        start = _median(calm) if len(calm) <= rule.window // 2 else self.start
+        start = _quantiles(calm)[1] if len(calm) <= rule.window // 4 else self.start
         return Trend(calm, start=start)
 
     def limit(self, rule: Divergence) -> float:
         """The largest loss that does not count as beyond; infinite while too little was seen."""
-        if len(self.calm) < rule.window // 2:
+        if len(self.calm) < rule.window // 4:
             return math.inf
-        middle = _median(self.calm)
-        spread = 1.4826 * _median([abs(loss - middle) for loss in self.calm])
-        lost = middle + rule.progress * max(self.start - middle, 0.0)
-        return max(middle + rule.deviations * spread, max(self.calm), lost)
+        lower, middle, upper = _quantiles(self.calm)
+        # A quarter of the upper half's spread, so that losses that are mostly one value do not count as still.
+        spread = max((middle - lower) / 0.6745, (upper - middle) / 1.2816 / 4)
+        return max(lower + rule.deviations * spread, _between(middle, self.start, rule.progress))
+
+    def is_calm(self, loss: float, rule: Divergence) -> bool:
+        """Whether a loss is as it used to be: half-way to the limit at most."""
+        return loss <= _between(_quantiles(self.calm)[1], self.limit(rule), 0.5)
 
     def has_diverged(self, rule: Divergence) -> bool:
         return self.beyond >= rule.sustain
@@ -85,6 +87,14 @@ class Trend:
         return cls(tuple(data["calm"]), data["beyond"], data["since"], data["start"])
 
 
-def _median(values: Sequence[float]) -> float:
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median, and the point that a tenth is above of."""
+    ordered, number = sorted(values), len(values)
+    return ordered[number // 4], ordered[number // 2], ordered[number * 9 // 10]
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """A share of the way up from one to the other: in ratio where both are positive, as losses are looked at."""
+    if high <= low:
+        return low
+    return low * (high / low) ** share if low > 0 else low + share * (high - low)

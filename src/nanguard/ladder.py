@@ -126,14 +126,17 @@ class RaisePrecision:
 class Rollback:
     """Everything is put back to the newest good snapshot at least ``steps`` old, and training goes on from there.
 
-    A second time in a row goes twice as far; where no snapshot is as old, the oldest is taken. With ``guard.epoch`` the
-    data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but for those between the
-    first sign of trouble and now). ``lr`` multiplies the learning rate.
+    Each further time within the span goes one snapshot further; where none is as old, the oldest is taken. With
+    ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
+    for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
+    the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may do
+    itself.
     """
 
     steps: int = 1
     skip_batches: int | Literal["failed"] = 0
     lr: float = 1.0
+    raise_precision: bool = False
     times: int | None = 3
     per: Span = "run"
 
@@ -148,6 +151,10 @@ class Rollback:
         _check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
 
     def refuses(self, verdict: Verdict) -> str:
+        if self.raise_precision and verdict.kind != "damage":
+            return "the state is not damaged"
+        if self.raise_precision and not verdict.means.lower_precision:
+            return "all is in fp32"
         return "" if verdict.means.snapshots else "there is no good snapshot"
 
 

@@ -30,8 +30,9 @@ def _default_ladder() -> tuple[Rung, ...]:
         RaisePrecision("model", times=1, retry_after=5000),
         Skip(times=200, per="epoch", when="data"),
         Rollback(times=1, per=1000),
+        Rollback(raise_precision=True, times=1, per=1000),
         Rollback(skip_batches="failed", times=1, per=1000),
-        Rollback(lr=0.5, times=5, per=1000),
+        Rollback(lr=0.25, times=3, per=1000),
         LowerLR(0.5, recover_after=1000, times=3, per=1000),
         Halt(),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanguard.bench import Bench
 from nanguard.data import Data, Place
-from nanguard.divergence import Trend
+from nanguard.divergence import Divergence, Trend
 from nanguard.ladder import LowerLR, RaisePrecision, Rollback
 from nanguard.policy import judge
 from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict
@@ -36,15 +36,16 @@ _MOST_MODULES = 4
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was decided and done. ``went_back`` where nothing of the steps in flight counts any more."""
+    """What was decided and done. ``went_back`` where nothing of the steps in flight, ``lost`` ones, counts any more."""
 
     verdict: Verdict
     action: Action
     did: str = ""
     went_back: bool = False
+    lost: int = 0
 
-    def outcome(self, *, applied: bool, rerun: int = 0, lost: int = 0) -> Outcome:
-        return Outcome(verdict=self.verdict, action=self.action, applied=applied, rerun=rerun, lost=lost, did=self.did)
+    def outcome(self, *, applied: bool) -> Outcome:
+        return Outcome(verdict=self.verdict, action=self.action, applied=applied, lost=self.lost, did=self.did)
 
 
 class Climber:
@@ -78,10 +79,7 @@ class Climber:
             return None
         if not journal.trend.has_diverged(rule):
             return None
-        cause: Cause = "unknown"
-        if self._witness is not None:
-            is_fine = self._rehearsal.loss_of(self._witness) <= journal.trend.limit(rule)
-            cause = "batch" if is_fine else "weights"
+        cause = self._cause_of_divergence(window, rule)
         verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(window))
         answer = self._climb(window, verdict)
         if not answer.went_back:
@@ -99,7 +97,9 @@ class Climber:
         damaged = self.damaged()
         reading = replace(reading, damaged=damaged)
         is_damaged = self._bench.ranks.any(bool(damaged))
-        return self._climb(window, judge(reading, damaged=is_damaged, means=self._means(window)))
+        answer = self._climb(window, judge(reading, damaged=is_damaged, means=self._means(window)))
+        behind = self._bench.num_steps - reading.step - 1
+        return replace(answer, lost=behind) if answer.went_back else answer
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync."""
@@ -152,8 +152,9 @@ class Climber:
         self._witness = None
         self._places.clear()
         self._bench.journal.counts["undone"] += now - facts["step"]
+        raised = self.measures.leave_autocast(now, None) if rung.raise_precision else ""
         lowered = self.measures.lower_lr(rung.lr, now, None)
-        return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, lowered]))
+        return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, raised, lowered]))
 
     # ---- deciding ------------------------------------------------------------------------------------------------
 
@@ -188,6 +189,16 @@ class Climber:
             return replace(verdict, cause="batch")
         was_leaving = self._bench.journal.trend.beyond >= 2
         return replace(verdict, cause="weights", kind="divergence" if was_leaving else verdict.kind)
+
+    def _cause_of_divergence(self, window: Window, rule: Divergence) -> Cause:
+        """Would weights that were good have done better on this batch? Else the data have become harder."""
+        if not window.rerunnable or self.keeper is None:
+            return "unknown"
+        with self.keeper.weights_of_oldest() as there_are:  # the newest may have been on its way already
+            if not there_are:
+                return "unknown"
+            loss = self._rehearsal.loss_of(window)
+        return "weights" if self._bench.journal.trend.is_calm(loss, rule) else "batch"
 
     # ---- acting --------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,6 @@ class Measures:
         assert self._lower is not None
         self._bench.precision, self._bench.scaler = self._lower
         self._lower = None
-        self._begin_scale_anew()
 
     def are_due(self, step: int, last_trouble: int) -> bool:
         """Whether something has been in force without trouble for long enough."""
@@ -91,6 +90,7 @@ class Measures:
             self._bench.islands.release(*measure.modules)
             return f"{' and '.join(measure.modules)} in {self._bench.precision.name} again"
         self.leave_fp32()
+        self._begin_scale_anew()
         return f"the model in {self._bench.precision.name} again"
 
     def _patience(self, what: str, ease_after: int | None) -> int | None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nanguard.bench import Bench
@@ -56,16 +56,13 @@ class Rehearsal:
         """Sets the scene as the step found it; afterwards it is as it was before."""
         bench = self._bench
         rng, training, open_window = bench.dice.now(), [(m, m.training) for m in bench.modules], bench.window
-        no_sync = (
-            bench.model.no_sync() if isinstance(bench.model, DistributedDataParallel) else contextlib.nullcontext()
-        )
         bench.buffers.note_()
         bench.shield.zero_grad()
         bench.window = window.afresh()
         try:
             for module, mode in window.training:
                 module.training = mode
-            with torch.inference_mode(False), torch.enable_grad(), no_sync:
+            with torch.inference_mode(False), torch.enable_grad(), _apart(bench.model):
                 yield
         finally:
             bench.buffers.undo_()
@@ -87,3 +84,15 @@ class Rehearsal:
             result = micro.loss_fn(bench.model, micro.fresh_batch())
         loss: Tensor = result[0] if isinstance(result, tuple) else result
         return loss if loss.ndim == 0 else loss.reshape(())
+
+
+@contextlib.contextmanager
+def _apart(model: nn.Module) -> Iterator[None]:
+    """DDP averages no gradients; afterwards it sends buffers around before the next forward pass, or not, as before."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    sends = model.require_forward_param_sync
+    with model.no_sync():
+        yield
+    model.require_forward_param_sync = sends

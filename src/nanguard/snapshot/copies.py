@@ -279,7 +279,8 @@ class Copier:
                     image.record_stream(self._drainer)
                     del image  # now, so that torch has it back as soon as this very parcel is on the host
             done = _event(self._drainer)
-        self._draining.append((done, nbytes))
+        if nbytes:
+            self._draining.append((done, nbytes))
         return done
 
     def _stage(self, parcels: list[Parcel]) -> tuple[deque[tuple[Tensor, Parcel]], list[Parcel]]:

@@ -6,8 +6,9 @@ it, have stayed finite and the loss has not begun to leave its past. A candidate
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class Keeper:
         self._candidate: Snapshot | None = None
         self._spare: Copies | None = None
         self._next = 1
+        self._restarted = 0
         self._disk: _Disk | None = None
         self._copier: Copier | None = None
         if options.where == "disk":
@@ -75,6 +77,27 @@ class Keeper:
             return None
         copies.wait()
         return copies[name]
+
+    @contextlib.contextmanager
+    def weights_of_oldest(self) -> Iterator[bool]:
+        """Parameters and buffers are those of the oldest good snapshot; False where none is in memory. Syncs.
+
+        Afterwards they are as they were.
+        """
+        copies = self._good[0].copies if self._good else None
+        if copies is None:
+            yield False
+            return
+        self.fence()
+        copies.wait()
+        live = {name: t for name, t in self._world.of_model().items() if name in copies.names}
+        live = {name: tensor for name, tensor in live.items() if copies[name].shape == tensor.shape}
+        now = {name: tensor.detach().clone() for name, tensor in live.items()}
+        copies.put_back(live)
+        try:
+            yield True
+        finally:
+            write_back(now, live)
 
     @property
     def place(self) -> str | None:
@@ -115,7 +138,9 @@ class Keeper:
             self._candidate = None
             self._good.append(candidate)
             if self._disk is not None:
-                self._disk.confirm(candidate.step, keep=self._options.keep)
+                # One rank may die with a snapshot confirmed that another has not: they then need the one before.
+                least = 2 if self._bench.ranks.size > 1 else 1
+                self._disk.confirm(candidate.step, keep=max(self._options.keep, least))
                 self._spare, candidate.copies = candidate.copies, None
             if len(self._good) > self._options.keep:
                 self._spare = self._good.pop(0).copies or self._spare
@@ -141,7 +166,9 @@ class Keeper:
         self.trouble(now)
         self.fence()
         self._good = self._good[: self._good.index(snapshot) + 1]
-        self._next = now + self._options.every
+        # Where trouble comes back at the same place, the way leads to before it, not to what was taken on the way.
+        self._next = now + max(self._options.every, 2 * (now - max(snapshot.step, self._restarted)))
+        self._restarted = now
         facts, step = snapshot.facts, snapshot.step
         if snapshot.copies is not None:
             snapshot.copies.wait()
@@ -156,7 +183,15 @@ class Keeper:
         """Puts back the newest good snapshot that an earlier process has left on disk; None where there is none."""
         if self._disk is None:
             raise ValueError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
-        if self._bench.ranks.lowest(self._disk.newest() or 0) == 0:
+        number = len(self._disk.steps())
+        fewest, most = self._bench.ranks.lowest(number), -self._bench.ranks.lowest(-number)
+        if fewest == 0 and most > 1:
+            raise FileNotFoundError(
+                f"a rank has no snapshot any more that others have: there are {number} in {self._disk.folder}. Bring "
+                "them back, or use another run_dir to begin anew"
+            )
+        if fewest == 0:  # or only some have kept their first one yet, when the run died
+            self._disk.rewind(-1)
             return None
         facts, step = self._load(self._disk, None)
         self._good = [Snapshot(step, facts, None)]
@@ -170,12 +205,22 @@ class Keeper:
 
     def _load(self, disk: _Disk, step: int | None) -> tuple[Facts, int]:
         """From disk, on all ranks the same step: one of them may have had to take an older one."""
+        ranks = self._bench.ranks
         while True:
-            stored = disk.load(step)
-            agreed = self._bench.ranks.lowest(stored.step)
-            if agreed == stored.step and self._bench.ranks.lowest(-stored.step) == -stored.step:
+            try:
+                stored, error = disk.load(step), None
+            except FileNotFoundError as nothing:
+                stored, error = None, nothing
+            # All ranks ask twice, whatever each has found: none may wait for another that asks no more.
+            here = -1 if stored is None else stored.step
+            oldest, newest = ranks.lowest(here), -ranks.lowest(-here)
+            if oldest < 0:
+                raise error or FileNotFoundError(
+                    f"another rank can load no snapshot (rank {ranks.rank}: step {here:,})"
+                )
+            if oldest == newest:
                 break
-            step = agreed
+            step = oldest
         disk.rewind(stored.step)
         self._world.restore(stored.facts, stored.tensors.__getitem__, lambda live: write_back(stored.tensors, live))
         return stored.facts, stored.step
@@ -269,9 +314,9 @@ class _Disk:
         if self._last is not None:
             self._last.result()
 
-    def newest(self) -> int | None:
+    def steps(self) -> list[int]:
         self.drain()
-        return self._store.newest()
+        return self._store.steps()
 
     def load(self, step: int | None) -> Any:
         self.drain()

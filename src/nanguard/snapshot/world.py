@@ -32,6 +32,10 @@ class World:
         """Everything that a step may change, as it is now; the tensors themselves, not copies."""
         return {**dict(self._of_models()), **dict(self._of_optimizers()), **dict(self._of_guard())}
 
+    def of_model(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the model alone."""
+        return dict(_slots(unwrapped(self._bench.model), "model"))
+
     def buffers(self) -> set[str]:
         """Names of what is written already in the forward pass."""
         return {name for name, _ in _slots(unwrapped(self._bench.model), "model", buffers_only=True)}
