@@ -2,129 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+from launching import Case, Cases, Ranks, Result, cases, changed, needs_gloo, without_statistics
 
-WORKER = Path(__file__).parent / "ranks" / "worker.py"
-LAUNCH_LIMIT = 600
-"""Seconds after which all ranks are ended and what they printed is shown. They give up by themselves long before."""
+pytestmark = needs_gloo
 
 LATE_OR_EAGER = ("eager", "late")
 STYLES = ("step", "own loop")
 
-Result = dict[str, Any]
-Ranks = Callable[["Case"], list[Result]]
-
-
-# ---- launching -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A scenario with its options. All cases of one world size share a launch, since starting takes seconds."""
-
-    world: int
-    place: int
-    scenario: str
-    options: dict[str, Any] = field(hash=False)
-
-    def __str__(self) -> str:
-        return ", ".join([f"{self.world} ranks", *(f"{k} {v}" for k, v in self.options.items())])
-
-
-CASES: dict[int, list[Case]] = {}
-
-
-def case(scenario: str, *, world: int = 2, **options: Any) -> Case:
-    cases = CASES.setdefault(world, [])
-    cases.append(Case(world, len(cases), scenario, options))
-    return cases[-1]
-
-
-def cases(*made: Case) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("one", made, ids=str)
+case = Cases("scenarios")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What each rank has to say of a case. Fails, with the words of all ranks, where one has nothing to say."""
-    launched: dict[int, tuple[Path, str]] = {}
-
-    def look_up(one: Case) -> list[Result]:
-        if one.world not in launched:
-            folder = tmp_path_factory.mktemp(f"world{one.world}")
-            launched[one.world] = folder, launch(one.world, folder)
-        folder, output = launched[one.world]
-        paths = [folder / f"{one.place}.rank{rank}.json" for rank in range(one.world)]
-        answers = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
-        if not all("result" in answer for answer in answers):
-            words = [answer.get("error", "finished" if answer else "never finished") for answer in answers]
-            said = "\n".join(f"---- rank {rank}:\n{text}" for rank, text in enumerate(words))
-            pytest.fail(f"{one.scenario} ({one}):\n{said}\n---- printed:\n{output}", pytrace=False)
-        return [answer["result"] for answer in answers]
-
-    return look_up
-
-
-def launch(world: int, folder: Path) -> str:
-    """Runs all cases of one world size; returns what was printed, also where it had to be stopped."""
-    (folder / "cases.json").write_text(json.dumps([(one.scenario, one.options) for one in CASES[world]]))
-    # The launcher takes a free port by itself, and only the loopback interface is used.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(world), str(WORKER), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    printed = folder / "output.txt"
-    with printed.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(LAUNCH_LIMIT)
-        except subprocess.TimeoutExpired:
-            output.write(f"\nstopped after {LAUNCH_LIMIT} s\n".encode())
-        finally:
-            if process.poll() is None:
-                end(process, folder)
-    return printed.read_text(errors="replace")
-
-
-def end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """The launcher first, which would start nothing new; then the ranks, each in a process group of its own."""
-    pids = [process.pid, *(int(path.read_text()) for path in folder.glob("pid.rank*"))]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    process.wait()
+    return case.launcher(tmp_path_factory)
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
-
-
-def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    assert before
-    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-
-
-def without_statistics(state: dict[str, str]) -> dict[str, str]:
-    """BatchNorm's statistics are each rank's own until DDP sends those of rank 0 in the next forward pass."""
-    return {key: value for key, value in state.items() if ".running_" not in key}
 
 
 def flags(rank: int, *, loss: bool, gradients: bool = True) -> list[Result]:

@@ -21,7 +21,7 @@ class Divergence:
     - the lower quartile of the last ``window`` losses plus ``deviations`` times their spread (that of the lower half),
     - the point where ``progress`` of what the loss has come down since the start, in ratio, is lost again.
 
-    ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
+    ``sustain`` such losses, each other one in between counting against, are a divergence. Half of the window must
     have been seen before the rule speaks.
     """
 
@@ -43,29 +43,29 @@ class Divergence:
 class Trend:
     """The losses of applied steps so far, as far as the rule looks back: ``start`` is their first level.
 
-    ``beyond`` of them, less the others since, are beyond the ``calm`` past; the first was ``since`` losses ago.
+    While some are ``beyond`` the ``calm`` past, more than there are others since, they are all ``undecided``.
     """
 
     calm: tuple[float, ...] = ()
+    undecided: tuple[float, ...] = ()
     beyond: int = 0
-    since: int = 0
     start: float = math.nan
 
     def after(self, loss: float, rule: Divergence) -> Trend:
         """The trend with one more loss. A non-finite one changes nothing."""
         if not math.isfinite(loss):
             return self
-        if loss > self.limit(rule):
-            return replace(self, beyond=self.beyond + 1, since=self.since + 1)
-        if self.beyond > 1:
-            return replace(self, beyond=self.beyond - 1, since=self.since + 1)
-        calm = (*self.calm[-rule.window + 1 :], loss)
+        undecided = (*self.undecided, loss)
+        beyond = self.beyond + 1 if loss > self.limit(rule) else self.beyond - 1
+        if beyond > 0:
+            return replace(self, undecided=undecided, beyond=beyond)
+        calm = (*self.calm, *undecided)[-rule.window :]  # outliers are part of the past, too
         start = _quantiles(calm)[1] if len(calm) <= rule.window // 4 else self.start
         return Trend(calm, start=start)
 
     def limit(self, rule: Divergence) -> float:
         """The largest loss that does not count as beyond; infinite while too little was seen."""
-        if len(self.calm) < rule.window // 4:
+        if len(self.calm) < rule.window // 2:
             return math.inf
         lower, middle, upper = _quantiles(self.calm)
         # A quarter of the upper half's spread, so that losses that are mostly one value do not count as still.
@@ -80,11 +80,12 @@ class Trend:
         return self.beyond >= rule.sustain
 
     def as_dict(self) -> dict[str, Any]:
-        return {"calm": list(self.calm), "beyond": self.beyond, "since": self.since, "start": self.start}
+        calm, undecided = list(self.calm), list(self.undecided)
+        return {"calm": calm, "undecided": undecided, "beyond": self.beyond, "start": self.start}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trend:
-        return cls(tuple(data["calm"]), data["beyond"], data["since"], data["start"])
+        return cls(tuple(data["calm"]), tuple(data["undecided"]), data["beyond"], data["start"])
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -129,8 +129,8 @@ class Rollback:
     Each further time within the span goes one snapshot further; where none is as old, the oldest is taken. With
     ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
     for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
-    the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may do
-    itself.
+    the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may
+    do itself.
     """
 
     steps: int = 1

@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=5e-2, momentum=0.9, fused=True),
     "AdamW, not fused": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW for halves": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4, fused=True),
     "SGD, not fused": lambda p: torch.optim.SGD(p, lr=5e-2),
 }
 HOOKS = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}

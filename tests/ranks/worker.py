@@ -1,14 +1,15 @@
-"""One rank of ``test_ranks.py``: runs the cases it is given and writes what became of each, as JSON.
+"""One rank of a launch: runs the cases it is given and writes what became of each, as JSON.
 
 Every case gets a process group of its own, met through a file, so that no port has to be free and a case that breaks
 its group does not break the next one. A rank that fails leaves at once: the others then lose their connection and say
-so, instead of waiting for it.
+so, instead of waiting for it. Started anew after a case has ended its process on purpose, it goes on with that one.
 """
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -20,7 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import scenarios
 import torch
 import torch.distributed as dist
 
@@ -29,14 +29,18 @@ CASE_LIMIT = 150
 """Seconds after which a rank that hangs outside any collective prints where it is, and ends."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, scenarios: Any) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     (folder / f"pid.rank{rank}").write_text(str(os.getpid()))
     logging.getLogger("nanguard").addHandler(logging.NullHandler())  # its panels would bury what a failing rank says
     torch.set_num_threads(1)
-    for number, (scenario, options) in enumerate(json.loads((folder / "cases.json").read_text())):
+    cases = json.loads((folder / "cases.json").read_text())
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    first = killed(folder, len(cases)) if restart else 0
+    for number, (scenario, options) in list(enumerate(cases))[first:]:
         faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
-        store = f"file://{folder}/{number}.store"
+        os.environ["CASE_FOLDER"] = str(folder / f"{number}.files")  # the same for all ranks, and after a restart
+        store = f"file://{folder}/{number}.{restart}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
         try:
             answer = {"result": getattr(scenarios, scenario)(**options)}
@@ -48,6 +52,11 @@ def main(folder: Path) -> None:
             await_files([folder / f"{number}.rank{other}.json" for other in range(world)])
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+
+
+def killed(folder: Path, none: int) -> int:
+    """The number of the case that has ended its process on purpose, and left a mark in its folder."""
+    return next((int(mark.parent.stem) for mark in folder.glob("*.files/killed")), none)
 
 
 def write(path: Path, answer: dict[str, Any]) -> None:
@@ -63,7 +72,7 @@ def await_files(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), importlib.import_module(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads now and then abort a process that takes them down in order

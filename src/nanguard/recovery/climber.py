@@ -84,7 +84,7 @@ class Climber:
         answer = self._climb(window, verdict)
         if not answer.went_back:
             lowered = answer.action.response == "lower_lr"
-            journal.trend = replace(journal.trend, beyond=0, since=0) if lowered else Trend()
+            journal.trend = replace(journal.trend, undecided=(), beyond=0) if lowered else Trend()
         if answer.action.response == "apply":
             log.info("step %d: the loss is far above its past, but the weights are not to blame", reading.step)
             return None
@@ -264,7 +264,7 @@ class Climber:
         """The step at which trouble showed first: of the losses beyond their past, or of the bad steps in a row."""
         first = verdict.reading.step
         if self._bench.journal.trend.beyond:
-            return first - self._bench.journal.trend.since + 1
+            return first - len(self._bench.journal.trend.undecided) + 1
         for past in reversed(self._bench.journal.history):
             if past.applied or past.action.response == "roll_back":
                 break

@@ -215,9 +215,7 @@ class Keeper:
             here = -1 if stored is None else stored.step
             oldest, newest = ranks.lowest(here), -ranks.lowest(-here)
             if oldest < 0:
-                raise error or FileNotFoundError(
-                    f"another rank can load no snapshot (rank {ranks.rank}: step {here:,})"
-                )
+                raise error or FileNotFoundError(f"another rank can load no snapshot; rank {ranks.rank} has one")
             if oldest == newest:
                 break
             step = oldest
