@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nanguard
 from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from nanguard.testing import Fault, inject
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
@@ -231,3 +232,113 @@ def test_overflowing_norms_are_clipped_and_not_zeroed_on_the_device() -> None:
         moved = (before - layer.weight).float().norm().item()
         assert guard.counts["applied"] == 1
         assert moved == pytest.approx(1.0, rel=2e-2), (dtype, moved)
+
+
+# ---- recovery ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("style", ["step", "own loop"])
+def test_snapshots_never_sync(where: Any, style: str) -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 80)
+    guard = nanguard.Guard(
+        model, opt, scheduler=schedule, precision="bf16", snapshots=nanguard.Snapshots(every=10, keep=2, where=where)
+    )
+    batches = make_batches(60, device="cuda")
+    run(guard, batches[:20], style)
+    with syncs_are_errors():
+        run(guard, batches[20:], style)
+    guard.settle()
+    assert guard.snapshots == (41, 51)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_the_same_steps_follow_a_rollback(where: Any, precision: Any, tmp_path: Any) -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, 100)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    ring = nanguard.Snapshots(every=10, keep=3, where=where)
+    guard = nanguard.Guard(
+        model, opt, scheduler=schedule, precision=precision, ema=ema, snapshots=ring, run_dir=tmp_path, clip="zscore"
+    )
+    batches = make_batches(51, device="cuda")
+    run(guard, batches, "step")
+    guard.settle()
+    first = everything(model, [opt], ema, schedule, torch.cuda.get_rng_state())
+    guard.roll_back(steps=20)
+    run(guard, batches[31:], "step")
+    guard.settle()
+    assert differences(first, everything(model, [opt], ema, schedule, torch.cuda.get_rng_state())) == []
+    guard.close()
+
+
+@pytest.mark.parametrize("into", ["weight", "optimizer_state"])
+def test_damage_leaves_nothing_behind(into: str) -> None:
+    name = "out.weight" if into == "weight" else "out.weight.exp_avg"
+
+    def trained(*faults: Fault) -> tuple[Any, nanguard.Guard]:
+        model, opt = build(FUSED["AdamW"], device="cuda")
+        guard = nanguard.Guard(model, opt, precision="bf16", snapshots=nanguard.Snapshots(every=10))
+        with inject(guard, *faults):
+            for batch in guard.epoch(make_batches(80, device="cuda")):
+                guard.step(loss_fn, batch)
+        return everything(model, [opt], torch.cuda.get_rng_state()), guard
+
+    clean, _ = trained()
+    state, guard = trained(Fault(into=into, name=name, steps=(45,), times=1))
+    assert guard.counts["rolled_back"] == 1
+    assert differences(clean, state) == []
+
+
+def test_late_raises_the_module_that_overflows_as_eager_does() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(6, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.q(x) * 400) @ (self.k(x) * 400).mT / 400**2).softmax(-1) @ self.v(x)
+
+    def trained(sync: Any) -> tuple[Any, nanguard.Guard]:
+        net = nn.Sequential(nn.Linear(6, 6), Scores(), nn.Linear(16, 3))
+        model, opt = build(FUSED["AdamW"], device="cuda", model=net)
+        guard = nanguard.Guard(model, opt, precision="fp16", sync=sync)
+        for batch in guard.epoch(make_batches(40, device="cuda")):
+            guard.step(loss_fn, batch)
+        return everything(model, [opt]), guard
+
+    late, guard = trained("late")
+    eager, _ = trained("eager")
+    assert guard.kept_fp32 == ("1",)
+    assert guard.counts["applied"] == 36
+    assert differences(late, eager) == []
+
+
+def test_a_captured_step_is_replayed_inside_an_epoch_and_goes_back() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).cuda()
+    opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), fused=True, capturable=True)
+    guard = nanguard.Guard(model, opt, precision="bf16", snapshots=nanguard.Snapshots(every=10, where="device"))
+    batches = make_batches(60, device="cuda")
+    static = (batches[0][0].clone(), batches[0][1].clone())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            guard.step(loss_fn, static)
+    torch.cuda.current_stream().wait_stream(side)
+    guard.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        guard.step(loss_fn, static)
+    for number, batch in enumerate(guard.epoch(poisoned(batches, 30))):
+        static[0].copy_(batch[0])
+        static[1].copy_(batch[1])
+        if number == 45:
+            torch.cuda.synchronize()
+            opt.state[model[0].weight]["exp_avg"].fill_(float("nan"))
+        guard.replay(graph)
+    assert [i.outcome.action.response for i in guard.incidents] == ["skip", "roll_back"]
+    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+    assert guard.can_save()

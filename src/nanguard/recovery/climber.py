@@ -102,8 +102,11 @@ class Climber:
         return replace(answer, lost=behind) if answer.went_back else answer
 
     def fence(self) -> None:
-        """Before anything is written that a snapshot may still be read from. Does not sync."""
-        if self.keeper is not None:
+        """Before anything is written that a snapshot may still be read from. Does not sync.
+
+        A step that is being captured waits for nothing: whoever replays it does.
+        """
+        if self.keeper is not None and not self._bench.is_capturing:
             self.keeper.fence()
 
     def back_off(self, step: int) -> None:

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanguard.mailbox import Mailbox
 from nanguard.numerics.norm import tensor_norms
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of floating-point tensors that hold NaN or Inf, in their order. One sync a device."""
+    """Names of floating-point tensors that hold NaN or Inf, in their order. Waits for an answer from each device."""
     names = [name for name, tensor in tensors.items() if _can_be_nonfinite(tensor)]
     norms = tensor_norms([tensors[name].detach() for name in names])
     by_device: dict[torch.device, list[int]] = {}
     for place, norm in enumerate(norms):
         by_device.setdefault(norm.device, []).append(place)
     bad = set()
-    for places in by_device.values():
-        values = torch.stack([norms[place] for place in places]).tolist()
+    for device, places in by_device.items():
+        values = Mailbox(device).post(torch.stack([norms[place] for place in places])).values()
         bad |= {place for place, value in zip(places, values, strict=True) if not math.isfinite(value)}
     return tuple(names[place] for place in sorted(bad))
 
