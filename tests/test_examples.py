@@ -23,3 +23,10 @@ def test_train(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_gan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "applied=199, skipped=1" in output_of("gan.py", capsys)
+
+
+def test_recover(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of("recover.py", capsys)
+    assert "in fp32: attention" in out
+    assert "rolled_back=1" in out
+    assert "nan" not in out.replace("nanguard", "")

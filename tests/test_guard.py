@@ -456,7 +456,7 @@ class TestWhatItSays:
     def test_a_fault_in_the_telling_stops_no_run(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def broken(*_: Any) -> str:
+        def broken(*_: Any, **__: Any) -> str:
             raise IndexError("a bug of ours")
 
         monkeypatch.setattr("nanguard.journal.panel", broken)

@@ -87,9 +87,18 @@ class Journal:
                 self._log.write(event, number=incident.number, **incident.outcome.as_dict())
                 path = str(self._log.path)
             if self._speaks and response != "halt":  # a halt says all this in its error
-                log.warning("%s", panel(incident, path))
+                log.warning("%s", panel(incident, path, again=self._is_the_same_again()))
         except Exception:
             log.exception("step %d: %s, which could not be described", incident.reading.step, response)
+
+    def _is_the_same_again(self) -> bool:
+        """Whether the last three incidents are skips of neighbouring steps for one reason: a bad shard is long."""
+        if len(self.history) < 3:
+            return False
+        skips = [past.action.response == "skip" and past.action.rung for past in self.history[-3:]]
+        steps = [past.verdict.reading.step for past in self.history[-3:]]
+        causes = {past.verdict.cause for past in self.history[-3:]}
+        return skips[0] is not False and len(set(skips)) == len(causes) == 1 and steps[2] - steps[0] == 2
 
     def close(self, *, steps: int) -> None:
         if self._log is not None:

@@ -15,9 +15,12 @@ _CAUSES = {
 }
 
 
-def panel(incident: Incident, where: str | None = None) -> str:
-    """The incident in a few lines; ``where`` is the run log, if there is one."""
+def panel(incident: Incident, where: str | None = None, *, again: bool = False) -> str:
+    """The incident in a few lines, in one where it is the same ``again``; ``where`` is the run log, if there is one."""
     reading, outcome = incident.reading, incident.outcome
+    headline = f" nanguard  step {reading.step:,}  {_noun(outcome)}{' again' * again}: {_headline(outcome)}"
+    if again:
+        return headline
     rows = [("found", _found(outcome)), ("batch", _position(reading))]
     cause = outcome.verdict.cause
     if cause in _CAUSES and outcome.verdict.kind != "damage":
@@ -38,8 +41,7 @@ def panel(incident: Incident, where: str | None = None) -> str:
         rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
     if where:
         rows.append(("log", where))
-    lines = [f" nanguard  step {reading.step:,}  {_noun(outcome)}: {_headline(outcome)}"]
-    return "\n".join(lines + [f"   {name:<9} {text}" for name, text in rows])
+    return "\n".join([headline] + [f"   {name:<9} {text}" for name, text in rows])
 
 
 def halt_message(incident: Incident) -> str:
