@@ -29,7 +29,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = (400 * self.query(x)) @ (400 * self.key(x)).mT
-        return (scores / 400**2).softmax(-1) @ self.value(x)
+        mixed: Tensor = (scores / 400**2).softmax(-1) @ self.value(x)
+        return mixed
 
 
 class Net(nn.Module):
@@ -38,7 +39,8 @@ class Net(nn.Module):
         self.attention, self.out = Attention(), nn.Linear(64, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.attention(x)).mean(-2)
+        logits: Tensor = self.out(self.attention(x)).mean(-2)
+        return logits
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
