@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+_EVERY = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,25 +45,31 @@ class Divergence:
 class Trend:
     """The losses of applied steps so far, as far as the rule looks back: ``start`` is their first level.
 
-    While some are ``beyond`` the ``calm`` past, more than there are others since, they are all ``undecided``.
+    While some are ``beyond`` the ``calm`` past, more than there are others since, they are all ``undecided``. ``bar`` is
+    the limit they are held against: it moves slowly, and is worked out anew for every eighth loss only.
     """
 
     calm: tuple[float, ...] = ()
     undecided: tuple[float, ...] = ()
     beyond: int = 0
     start: float = math.nan
+    bar: float = math.inf
+    age: int = 0
 
     def after(self, loss: float, rule: Divergence) -> Trend:
         """The trend with one more loss. A non-finite one changes nothing."""
         if not math.isfinite(loss):
             return self
         undecided = (*self.undecided, loss)
-        beyond = self.beyond + 1 if loss > self.limit(rule) else self.beyond - 1
+        beyond = self.beyond + 1 if loss > self.bar else self.beyond - 1
         if beyond > 0:
             return replace(self, undecided=undecided, beyond=beyond)
         calm = (*self.calm, *undecided)[-rule.window :]  # outliers are part of the past, too
+        if self.age % _EVERY:
+            return Trend(calm, start=self.start, bar=self.bar, age=self.age + 1)
         start = _quantiles(calm)[1] if len(calm) <= rule.window // 4 else self.start
-        return Trend(calm, start=start)
+        trend = Trend(calm, start=start, age=self.age + 1)
+        return replace(trend, bar=trend.limit(rule))
 
     def limit(self, rule: Divergence) -> float:
         """The largest loss that does not count as beyond; infinite while too little was seen."""
@@ -80,12 +88,11 @@ class Trend:
         return self.beyond >= rule.sustain
 
     def as_dict(self) -> dict[str, Any]:
-        calm, undecided = list(self.calm), list(self.undecided)
-        return {"calm": calm, "undecided": undecided, "beyond": self.beyond, "start": self.start}
+        return {**asdict(self), "calm": list(self.calm), "undecided": list(self.undecided)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trend:
-        return cls(tuple(data["calm"]), tuple(data["undecided"]), data["beyond"], data["start"])
+        return cls(**{**data, "calm": tuple(data["calm"]), "undecided": tuple(data["undecided"])})
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
