@@ -45,8 +45,8 @@ class Divergence:
 class Trend:
     """The losses of applied steps so far, as far as the rule looks back: ``start`` is their first level.
 
-    While some are ``beyond`` the ``calm`` past, more than there are others since, they are all ``undecided``. ``bar`` is
-    the limit they are held against: it moves slowly, and is worked out anew for every eighth loss only.
+    While some are ``beyond`` the ``calm`` past, more than there are others since, they are all ``undecided``. ``bar``
+    is the limit they are held against: it moves slowly, and is worked out anew for every eighth loss only.
     """
 
     calm: tuple[float, ...] = ()

@@ -34,7 +34,9 @@ class Steps:
         self.data = Data(bench.device, bench.dice)
         folder = None if run_dir is None else Path(run_dir) / "snapshots"
         self.keeper = (
-            None if snapshots is None else Keeper(bench, self.data, snapshots, folder=folder, run_facts=self.facts)
+            None
+            if snapshots is None
+            else Keeper(bench, self.data, snapshots, folder=folder, run_facts=self.facts, prepare=self._prepare)
         )
         self.climber = Climber(bench, self.data, self.keeper)
         self.late = Late(bench, self.climber) if sync == "late" else None
@@ -227,6 +229,11 @@ class Steps:
         self.num_epochs = max(0, self.num_epochs - (facts["data"] is not None))  # the next epoch is the one it was in
         self.data.resume_at(facts["data"], RngState.from_dict(facts["rng"]))
         return self.bench.num_steps
+
+    def _prepare(self, facts: dict[str, Any]) -> None:
+        """Before a snapshot of another process is put back: weights that had been cast to fp32 are to be so again."""
+        if facts["measures"]["cast"]:
+            self.climber.measures.cast()
 
     def load_facts(self, facts: dict[str, Any]) -> None:
         self.bench.num_steps, self.num_epochs = facts["num_steps"], facts["num_epochs"]

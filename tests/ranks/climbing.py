@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import nanguard
 from helpers import INF, NAN, TinyNet, loss_fn, poisoned
-from nanguard import DropBadGradients, Halt, LowerLR, Policy, RaisePrecision, Rollback, Skip, Snapshots
+from nanguard import DropBadGradients, Halt, LowerLR, NonFiniteError, Policy, RaisePrecision, Rollback, Skip, Snapshots
 from nanguard.testing import Fault, inject
 
 
@@ -443,7 +443,7 @@ def torn_and_rolled_back(*, sync: str, data: str, number: int) -> Result:
     try:
         with warnings_of_nanguard() as said:
             run.train(loader_of(data, 14), bad, epochs=2, at_turn=at_turn)
-    except OSError as caught:
+    except NonFiniteError as caught:
         error = f"{type(caught).__name__}: {caught}"
     dist.barrier()
     return {**run.told(), "warned": said, "error": error, "clean": clean(data, "step", 14, 2)}

@@ -213,7 +213,11 @@ class Climber:
             return Answer(verdict, action, self.measures.lower_lr(rung.factor, step, rung.recover_after))
         if isinstance(rung, Rollback):
             between = self._failed(window, verdict) if rung.skip_batches == "failed" else None
-            did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
+            try:
+                did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
+            except FileNotFoundError as error:  # nothing has been put back by then
+                log.warning("cannot go back: %s", error)
+                return None
             return Answer(verdict, action, did, went_back=True)
         if isinstance(rung, RaisePrecision):
             raised = self._raise_precision(window, rung, step)

@@ -30,6 +30,7 @@ class Measures:
         self.active: list[Measure] = []
         self._raised: Counter[str] = Counter()
         self._lower: tuple[Precision, Scaler | None] | None = None
+        self._has_cast = False
 
     @property
     def can_raise_precision(self) -> bool:
@@ -52,14 +53,20 @@ class Measures:
         return f"{' and '.join(names)} in fp32 from now on"
 
     def leave_autocast(self, step: int, ease_after: int | None) -> str:
-        bench = self._bench
-        cast = to_fp32_(bench.model, bench.shield.optimizers, () if bench.ema is None else (bench.ema,))
+        bench, cast = self._bench, self.cast()
         if bench.precision.dtype is not None:
             self.enter_fp32()
             wait = self._patience("", ease_after)
             self.active.append(Measure(kind="model", since=step, ease_after=wait))
         halves = f", {len(cast)} tensors cast" if cast else ""
         return f"the whole model in fp32 from now on{halves}"
+
+    def cast(self) -> tuple[str, ...]:
+        """Weights and optimizer state to fp32, in place; names of what was not."""
+        bench = self._bench
+        names = to_fp32_(bench.model, bench.shield.optimizers, () if bench.ema is None else (bench.ema,))
+        self._has_cast = self._has_cast or bool(names)
+        return names
 
     def enter_fp32(self) -> None:
         """Out of autocast and loss scaling, as long as ``leave_fp32`` is not called."""
@@ -108,12 +115,15 @@ class Measures:
             "active": [asdict(measure) for measure in self.active],
             "raised": dict(self._raised),
             "in_fp32": self._lower is not None,
+            "cast": self._has_cast,
             "lr_factor": self._bench.schedule.factor,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.active = [Measure(**{**measure, "modules": tuple(measure["modules"])}) for measure in state["active"]]
         self._raised = Counter(state["raised"])
+        if state["cast"]:
+            self.cast()
         self._bench.schedule.factor = state["lr_factor"]
         if state["in_fp32"] and self._lower is None:
             self.enter_fp32()

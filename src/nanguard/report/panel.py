@@ -37,7 +37,9 @@ def panel(incident: Incident, where: str | None = None, *, again: bool = False) 
         rows.append(("kept", _UNTOUCHED))
     if outcome.rerun:
         rows.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
-    if outcome.lost:
+    if outcome.lost and outcome.action.response == "roll_back":
+        rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
+    elif outcome.lost:
         rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
     if where:
         rows.append(("log", where))
@@ -54,10 +56,9 @@ def halt_message(incident: Incident) -> str:
             f"Not sound: {_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step. "
             "Do not save this state; go on from the last good checkpoint (`nanguard check FILE` tells)."
         )
-        then = (
-            "Next: find out what wrote to them. Snapshots would have let the run go back by itself: "
-            "Guard(..., snapshots=Snapshots())."
-        )
+        then = "Next: find out what wrote to them."
+        if not outcome.verdict.means.snapshots:
+            then += " Snapshots let a run go back by itself: Guard(..., snapshots=Snapshots())."
     else:
         kept = f"Preserved: {_UNTOUCHED}, so a checkpoint saved now is sound."
         then = (
@@ -128,7 +129,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
     shown, more = list(names[:most]), len(names) - most
     if more > 0:
         return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def _steps(number: int) -> str:

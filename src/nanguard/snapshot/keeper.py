@@ -7,6 +7,7 @@ it, have stayed finite and the loss has not begun to leave its past. A candidate
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,9 +48,10 @@ class Keeper:
         *,
         folder: Path | None,
         run_facts: Callable[[], Facts],
+        prepare: Callable[[Facts], None],
     ) -> None:
         self._bench, self._data, self._options = bench, data, options
-        self._run_facts = run_facts
+        self._run_facts, self._prepare = run_facts, prepare
         self._world = World(bench)
         self._good: list[Snapshot] = []
         self._candidate: Snapshot | None = None
@@ -220,6 +222,7 @@ class Keeper:
                 break
             step = oldest
         disk.rewind(stored.step)
+        self._prepare(stored.facts["run"])
         self._world.restore(stored.facts, stored.tensors.__getitem__, lambda live: write_back(stored.tensors, live))
         return stored.facts, stored.step
 
@@ -279,9 +282,12 @@ class _Disk:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanguard-snapshots")
         self._last: Future[None] | None = None
         self._has_waited = False
+        self._is_ours = False
 
     def write(self, step: int, copies: Copies, facts: Facts) -> None:
         def work() -> None:
+            if not self._is_ours:
+                self._set_aside()
             copies.wait()
             self._store.write(step, {name: copies[name] for name in copies.names}, facts)
 
@@ -298,6 +304,7 @@ class _Disk:
         self._do(lambda: self._store.discard(step), f"remove the snapshot of step {step}")
 
     def rewind(self, step: int) -> None:
+        self._is_ours = True
         self._do(lambda: self._store.rewind(step), f"remove what is newer than step {step}")
 
     def catch_up(self) -> None:
@@ -307,6 +314,22 @@ class _Disk:
                 log.warning("training waits for the snapshot before to be on disk: take them less often")
             self._has_waited = True
             self.drain()
+
+    def _set_aside(self) -> None:
+        """Snapshots of an earlier run that nobody has resumed: their steps are not this run's, and they stay."""
+        self._is_ours = True
+        old = sorted(self.folder.glob("step-*"))
+        if old:
+            places = (self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1))
+            aside = next(place for place in places if not place.exists())
+            aside.mkdir()
+            for path in old:
+                path.rename(aside / path.name)
+            log.warning(
+                "%s held snapshots of another run, now in %s: guard.resume() goes on from what is there",
+                self.folder,
+                aside,
+            )
 
     def drain(self) -> None:
         if self._last is not None:
