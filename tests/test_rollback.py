@@ -318,7 +318,7 @@ def test_a_candidate_is_good_only_after_later_steps_and_never_replaces_a_good_on
         guard.step(loss_fn, batch)
         seen.append(guard.snapshots)
     guard.settle()
-    assert seen[0] == (), "taken, not yet known to be good"
+    assert seen[0] == (0,), "the start is good; what was taken after a step is not yet known to be"
     assert seen[11] == (1,)
     assert seen[28] == (1,), "none of the candidates in the bad stretch was kept"
     assert guard.snapshots[0] > 28

@@ -343,6 +343,39 @@ def test_a_mask_that_is_meant_to_be_infinite_is_no_damage() -> None:
     assert guard.can_save()
 
 
+@pytest.mark.parametrize("sync", SYNCS)
+def test_damage_by_the_last_step_of_an_epoch_is_found_at_its_end(sync: str) -> None:
+    def run(fault: bool) -> tuple[Any, Guard]:
+        model, opt = build(ALL["fused AdamW"])
+        guard = Guard(model, opt, precision="fp32", sync=sync, snapshots=RING)
+        breaks = iter([fault])
+
+        def spoil(*_: Any) -> None:
+            if guard.current_step == 40 and next(breaks, False):  # the last step was counted already
+                with torch.no_grad():
+                    model.out.weight.fill_(NAN)
+
+        opt.register_step_post_hook(spoil)
+        for batch in guard.epoch(make_batches(40)):
+            guard.step(loss_fn, batch)
+        assert guard.can_save()
+        return everything(model, [opt]), guard
+
+    clean, _ = run(False)
+    state, guard = run(True)
+    assert climb(guard) == ["roll_back"]
+    assert differences(clean, state) == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_damage_by_the_very_first_step_goes_back_to_the_start(sync: str) -> None:
+    batches = teacher(30)
+    clean, _ = learn(sync, Policy(), batches)
+    state, guard = learn(sync, Policy(), batches, Fault(into="weight", name="out.weight", steps=(1,), times=1))
+    assert climb(guard) == ["roll_back"]
+    assert differences(clean, state) == []
+
+
 # ---- saving --------------------------------------------------------------------------------------------------------
 
 

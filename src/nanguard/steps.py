@@ -84,6 +84,7 @@ class Steps:
         if not self.bench.is_capturing:
             self.mode.before()
             self._ease()
+            self._before_the_first_step()
         elif self.late is None or not self.late.is_settled:
             raise ProtocolError(
                 "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
@@ -122,6 +123,10 @@ class Steps:
         graph.replay()
         self.late.post(window, values)
         self._after_step()
+
+    def _before_the_first_step(self) -> None:
+        if self.keeper is not None and self.bench.num_steps == 0:
+            self.keeper.take_first()
 
     def _after_step(self) -> None:
         if self.keeper is not None:
@@ -170,6 +175,7 @@ class Steps:
         self._left_early = False
         self.num_epochs = self.data.begin(loader, self.num_epochs).number
         self.bench.look_again()
+        self._before_the_first_step()
         return self.num_epochs
 
     def hear(self) -> None:
@@ -188,6 +194,8 @@ class Steps:
             self.finish(window)
         self.bench.drop_unfinished()
         self.settle()
+        if not self.data.is_going_back:
+            self._look_at_what_is_left()
         if self.data.is_going_back:
             self._follow()
             return True
@@ -195,6 +203,13 @@ class Steps:
         goes_on = self.data.end()
         self._follow()
         return goes_on
+
+    def _look_at_what_is_left(self) -> None:
+        """What an optimizer has made of finite gradients shows in the next step; after the last there is none."""
+        answer = self.climber.look(Window(self.bench.num_steps, self.num_epochs, self._position, False, 1))
+        if answer is not None:
+            self.mode.drop_in_flight()
+            self.bench.journal.remember(answer.outcome(applied=False))
 
     def settle(self) -> None:
         self.mode.settle()

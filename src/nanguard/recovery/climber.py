@@ -6,6 +6,7 @@ Called with the world as the failing step found it. All ranks come here together
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -100,6 +101,14 @@ class Climber:
         answer = self._climb(window, judge(reading, damaged=is_damaged, means=self._means(window)))
         behind = self._bench.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
+
+    def look(self, window: Window) -> Answer | None:
+        """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
+        damaged = self.damaged()
+        if not self._bench.ranks.any(bool(damaged)):
+            return None
+        reading = Reading(step=window.step, epoch=window.epoch, batch=window.batch, loss=math.nan, damaged=damaged)
+        return self._climb(window, judge(reading, damaged=True, means=self._means(window)))
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync.

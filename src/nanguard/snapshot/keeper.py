@@ -116,6 +116,18 @@ class Keeper:
         if step >= self._next and self._candidate is None and not self._bench.journal.trend.beyond:
             self.take(step)
 
+    def take_first(self) -> None:
+        """Before the first step: this state was looked at when the guard was made, and is good.
+
+        Not where the place is to be chosen by how much memory training leaves free, which nobody knows yet.
+        """
+        on_cpu = self._bench.device.type == "cpu"
+        if not self._good and self._candidate is None and (on_cpu or self._copier is not None):
+            self.take(0)
+            if self._candidate is not None:
+                self._keep_candidate()
+                self._next = 1
+
     def take(self, step: int) -> None:
         """Takes a snapshot now."""
         if self._copier is None and not self._settle_place():
@@ -135,18 +147,21 @@ class Keeper:
         """Step number ``step`` is known to have been finite."""
         candidate = self._candidate
         if candidate is not None and step >= candidate.step + self._options.confirm - 1:
-            if self._bench.journal.trend.beyond:
-                return
-            self._candidate = None
-            self._good.append(candidate)
-            if self._disk is not None:
-                # One rank may die with a snapshot confirmed that another has not: they then need the one before.
-                least = 2 if self._bench.ranks.size > 1 else 1
-                self._disk.confirm(candidate.step, keep=max(self._options.keep, least))
-                self._spare, candidate.copies = candidate.copies, None
-            if len(self._good) > self._options.keep:
-                self._spare = self._good.pop(0).copies or self._spare
-            self._let_go_of_data()
+            if not self._bench.journal.trend.beyond:
+                self._keep_candidate()
+
+    def _keep_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        assert candidate is not None
+        self._good.append(candidate)
+        if self._disk is not None:
+            # One rank may die with a snapshot confirmed that another has not: they then need the one before.
+            least = 2 if self._bench.ranks.size > 1 else 1
+            self._disk.confirm(candidate.step, keep=max(self._options.keep, least))
+            self._spare, candidate.copies = candidate.copies, None
+        if len(self._good) > self._options.keep:
+            self._spare = self._good.pop(0).copies or self._spare
+        self._let_go_of_data()
 
     def trouble(self, step: int, *, routine: bool = False) -> None:
         """Step number ``step`` was not finite: a candidate is of no use. A routine back-off only undoes what it saw."""
