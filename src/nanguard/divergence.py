@@ -1,9 +1,9 @@
 """When a finite loss has diverged: beyond its own past by a rule that outliers do not move and NaN cannot fool.
 
 A single loss far out is an outlier of the data; so the rule waits until there are ``sustain`` more of them than of
-others. What counts as far is measured against the *lower half* of the recent past, which neither outliers nor a rise
-that is already under way move much, and by how much of all progress since the start would be lost. While it is
-undecided, no loss joins the past that it is held against, and non-finite ones never do.
+others. What counts as far is measured against the *lower half* of the best part of the recent past, which neither
+outliers nor a rise that is already under way move much, and by how much of all progress since the start would be lost.
+While it is undecided, no loss joins the past that it is held against, and non-finite ones never do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _EVERY = 8
 class Divergence:
     """A loss counts as beyond its past when it is above both
 
-    - the lower quartile of the last ``window`` losses plus ``deviations`` times their spread (that of the lower half),
+    - the lower quartile of the best quarter of the last ``window`` losses plus ``deviations`` times its spread,
     - the point where ``progress`` of what the loss has come down since the start, in ratio, is lost again.
 
-    ``sustain`` such losses, each other one in between counting against, are a divergence. Half of the window must
+    ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
     have been seen before the rule speaks.
     """
 
-    window: int = 128
+    window: int = 256
     deviations: float = 6.0
     progress: float = 0.5
     sustain: int = 8
@@ -67,22 +67,24 @@ class Trend:
         calm = (*self.calm, *undecided)[-rule.window :]  # outliers are part of the past, too
         if self.age % _EVERY:
             return Trend(calm, start=self.start, bar=self.bar, age=self.age + 1)
-        start = _quantiles(calm)[1] if len(calm) <= rule.window // 4 else self.start
+        start = _quantiles(calm)[1] if len(calm) <= rule.window // 8 else self.start
         trend = Trend(calm, start=start, age=self.age + 1)
         return replace(trend, bar=trend.limit(rule))
 
     def limit(self, rule: Divergence) -> float:
         """The largest loss that does not count as beyond; infinite while too little was seen."""
-        if len(self.calm) < rule.window // 2:
+        if len(self.calm) < rule.window // 4:
             return math.inf
-        lower, middle, upper = _quantiles(self.calm)
+        lower, middle, upper = self._best(rule)
         # A quarter of the upper half's spread, so that losses that are mostly one value do not count as still.
         spread = max((middle - lower) / 0.6745, (upper - middle) / 1.2816 / 4)
         return max(lower + rule.deviations * spread, _between(middle, self.start, rule.progress))
 
-    def is_calm(self, loss: float, rule: Divergence) -> bool:
-        """Whether a loss is as it used to be: half-way to the limit at most."""
-        return loss <= _between(_quantiles(self.calm)[1], self.limit(rule), 0.5)
+    def _best(self, rule: Divergence) -> tuple[float, float, float]:
+        """Quantiles of that quarter of the window whose median is lowest: neither a descent nor a slow rise is in it."""
+        size = rule.window // 4
+        starts = range(len(self.calm) % size, len(self.calm), size)
+        return min((_quantiles(self.calm[i : i + size]) for i in starts), key=lambda each: each[1])
 
     def has_diverged(self, rule: Divergence) -> bool:
         return self.beyond >= rule.sustain

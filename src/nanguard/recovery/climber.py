@@ -210,7 +210,7 @@ class Climber:
             if not there_are:
                 return "unknown"
             loss = self._rehearsal.loss_of(window)
-        return "weights" if self._bench.journal.trend.is_calm(loss, rule) else "batch"
+        return "weights" if loss <= self._bench.journal.trend.limit(rule) else "batch"
 
     # ---- acting --------------------------------------------------------------------------------------------------
 

@@ -146,9 +146,9 @@ class Keeper:
     def heard(self, step: int) -> None:
         """Step number ``step`` is known to have been finite."""
         candidate = self._candidate
-        if candidate is not None and step >= candidate.step + self._options.confirm - 1:
-            if not self._bench.journal.trend.beyond:
-                self._keep_candidate()
+        is_due = candidate is not None and step >= candidate.step + self._options.confirm - 1
+        if is_due and not self._bench.journal.trend.beyond:
+            self._keep_candidate()
 
     def _keep_candidate(self) -> None:
         candidate, self._candidate = self._candidate, None
