@@ -86,8 +86,10 @@ def test_damage_goes_straight_to_what_undoes_it() -> None:
 def test_a_finite_divergence_never_halts() -> None:
     diverged = bad(5, kind="divergence")
     diverged = replace(diverged, reading=replace(diverged.reading, found=(), loss=9.0))
-    assert answers(Policy(LADDER), [diverged]) == ["lower_lr"]
-    assert answers(Policy([Skip(), Halt()]), [diverged]) == ["warn"]
+    assert answers(Policy(LADDER), [diverged]) == ["warn"], "nothing says that the weights are to blame"
+    assert answers(Policy(LADDER), [replace(diverged, cause="weights")]) == ["lower_lr"]
+    assert answers(Policy(LADDER, divergence=Divergence(needs_proof=False)), [diverged]) == ["lower_lr"]
+    assert answers(Policy([Skip(), Halt()]), [replace(diverged, cause="weights")]) == ["warn"]
     assert answers(Policy(LADDER), [replace(diverged, cause="batch")]) == ["apply"], "the data are harder"
 
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from helpers import NAN, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard import (
     Guard,
     Halt,
     LowerLR,
     NonFiniteError,
     Policy,
+    ProtocolError,
     RaisePrecision,
     Rollback,
     Skip,
@@ -417,3 +419,166 @@ def test_measures_in_force_are_saved_and_loaded() -> None:
         again.step(loss_fn, batch)
     assert climb(again)[:1] == ["raise_precision"]
     assert "attn" not in again.kept_fp32 or len(again.incidents) > 1
+
+
+# ---- what reviews have broken --------------------------------------------------------------------------------------
+
+
+def test_a_non_finite_end_of_a_divergence_halts_where_nothing_is_left() -> None:
+    model, opt = build(lambda p: torch.optim.SGD(p, lr=0.01), model=nn.Sequential(nn.Linear(6, 1)))
+    guard = Guard(
+        model, opt, precision="fp32", max_norm=None, policy=Policy([Rollback(times=1), Halt()]), snapshots=RING
+    )
+    with pytest.raises(NonFiniteError):
+        for number, batch in enumerate(guard.epoch(teacher(900))):
+            opt.param_groups[0]["lr"] = 0.01 if number < 90 else 50.0
+            guard.step(lambda m, b: F.mse_loss(m(b[0])[:, 0], b[0].sum(1)), batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_module_is_found_through_activation_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(self.attn, self.inp(x), use_reentrant=reentrant)
+            return self.out(hidden)
+
+    model, opt = build(ALL["fused AdamW"], model=Checkpointed())
+    guard = Guard(model, opt, precision="fp16", policy=Policy([RaisePrecision("module"), Halt()]))
+    for batch in guard.epoch(make_batches(8)):
+        guard.step(loss_fn, batch)
+    assert guard.kept_fp32 == ("attn",)
+    assert guard.counts["applied"] == 7
+
+
+def test_a_loss_function_that_cannot_be_called_again_is_no_disaster(caplog: pytest.LogCaptureFixture) -> None:
+    used: set[int] = set()
+
+    def once(model: nn.Module, batch: Any) -> Tensor:
+        if id(batch) in used:
+            raise RuntimeError("the batch is used up")
+        used.add(id(batch))
+        return loss_fn(model, batch)
+
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Skip(1, per=100), RaisePrecision("module"), RaisePrecision("model"), Skip(99)])
+    guard = Guard(model, opt, precision="bf16", policy=policy)
+    batches = [(x * 1e30, y) if i in (5, 6) else (x, y) for i, (x, y) in enumerate(make_batches(12))]
+    for batch in guard.epoch(batches):
+        guard.step(once, batch)
+    assert climb(guard) == ["skip", "skip"]
+    assert "the batch is used up" in caplog.text
+
+
+def test_a_loop_of_the_users_own_is_told_of_a_divergence_and_left_alone() -> None:
+    model, opt = build(lambda p: torch.optim.Adam(p, lr=3e-4, fused=True), model=nn.Sequential(nn.Linear(4, 1)))
+    guard = Guard(model, opt, precision="fp32")
+    torch.manual_seed(0)
+    for number in range(900):
+        skill = 10.0 if number < 300 else 60.0 if number < 600 else 200.0
+        x = torch.randn(64, 4)
+        y = skill * (1 + 0.3 * x[:, :1]) + 0.1 * skill * torch.randn(64, 1)
+        with guard.autocast():
+            loss = F.mse_loss(model(x), y)
+        guard.backward(loss)
+        guard.update()
+    assert set(climb(guard)) <= {"warn"}
+    assert opt.param_groups[0]["lr"] == 3e-4
+
+
+def test_rates_that_the_program_writes_itself_are_not_multiplied_at_recovery() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", policy=Policy([LowerLR(0.5, recover_after=5, times=9)]), snapshots=None)
+    rates = []
+    opt.register_step_pre_hook(lambda *_: rates.append(opt.param_groups[0]["lr"]))
+    for batch in guard.epoch(poisoned(make_batches(20), 3, 4, 5)):
+        opt.param_groups[0]["lr"] = 1e-3
+        guard.step(loss_fn, batch)
+    assert max(rates) == 1e-3
+
+
+def test_two_epochs_at_once_are_refused() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32")
+    with pytest.raises(ProtocolError, match="one pass at a time"):
+        for batch in guard.epoch(make_batches(4)):
+            guard.step(loss_fn, batch)
+            for _ in guard.epoch(make_batches(2)):
+                pass
+
+
+def test_state_that_belongs_to_no_parameter_is_kept_and_put_back() -> None:
+    model, opt = build(ALL["SGD momentum"])
+    guard = Guard(model, opt, precision="fp32", snapshots=RING)
+    batches = make_batches(40)
+    for number, batch in enumerate(batches):
+        opt.state["global"] = {"k": number, "seen": [number]}
+        guard.step(loss_fn, batch)
+    guard.settle()
+    guard.roll_back(steps=10)
+    assert opt.state["global"] == {"k": 20, "seen": [20]}
+
+
+def test_a_snapshot_of_another_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    def guarded(model: nn.Module) -> Guard:
+        _, opt = build(ALL["fused AdamW"], model=model)
+        return Guard(model, opt, precision="fp32", run_dir=tmp_path, snapshots=Snapshots(every=10, where="disk"))
+
+    with guarded(TinyNet()) as first:
+        for batch in make_batches(30):
+            first.step(loss_fn, batch)
+    other = guarded(TinyNet(16))
+    before = everything(other.model, other.optimizers)
+    with pytest.raises(ValueError, match="another model or optimizer"):
+        other.resume()
+    assert differences(before, everything(other.model, other.optimizers)) == []
+
+
+def test_loading_the_state_of_another_time_forgets_the_ring() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", snapshots=RING)
+    state = guard.state_dict()
+    for batch in make_batches(40):
+        guard.step(loss_fn, batch)
+    assert guard.snapshots
+    guard.load_state_dict(state)
+    assert guard.snapshots == ()
+
+
+def test_a_buffer_that_was_not_there_is_gone_again() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    model.register_buffer("cache", None)
+    guard = Guard(model, opt, precision="fp32", snapshots=RING)
+    for number, batch in enumerate(make_batches(40)):
+        if number == 30:
+            model.cache = torch.ones(3)
+        guard.step(loss_fn, batch)
+    guard.settle()
+    guard.roll_back(steps=15)
+    assert model.cache is None
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_can_save_sees_a_nan_wherever_it_is(where: int) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    if where == 0:
+        model.out.weight.data[0, 0] = NAN
+    guard = Guard(model, opt, precision="fp32", snapshots=None)
+    if where == 1:
+        model.norm.running_mean[0] = NAN
+    assert not guard.can_save()
+
+
+@pytest.mark.parametrize("bad", [(12,), (11,), (10, 21), (9, 10, 33)])
+def test_late_takes_its_snapshots_when_eager_does(bad: tuple[int, ...]) -> None:
+    def run(sync: str) -> tuple[Any, Any]:
+        model, opt = build(ALL["fused AdamW"])
+        policy = Policy([Skip(times=9), Rollback(skip_batches=3)])
+        guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, snapshots=RING)
+        with inject(guard, Fault(into="weight", name="out.weight", steps=(40,), times=1)):
+            for batch in guard.epoch(poisoned(make_batches(60), *bad)):
+                guard.step(loss_fn, batch)
+        return everything(model, [opt]), [i.outcome.did for i in guard.incidents]
+
+    eager, late = run("eager"), run("late")
+    assert eager[1] == late[1]
+    assert differences(eager[0], late[0]) == []

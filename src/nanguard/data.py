@@ -7,6 +7,7 @@ an iterator already, such as a generator, cannot be walked again; then nothing c
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Pass:
 
     def mark(self) -> dict[str, Any]:
         """All that is needed to come back to this point, here or in another process."""
-        state = self.loader.state_dict() if _is_stateful(self.loader) else None
+        state = copy.deepcopy(self.loader.state_dict()) if _is_stateful(self.loader) else None
         return {"number": self.number, "position": self.position, "start": self._start.as_dict(), "loader": state}
 
     def go_back(self, mark: dict[str, Any], device: torch.device) -> None:
@@ -66,14 +67,16 @@ class Pass:
         before = self._dice.now()
         self.number, self.position = mark["number"], mark["position"]
         self._start = _Start.from_dict(mark["start"])
-        if mark["loader"] is not None:
-            self.loader.load_state_dict(mark["loader"])
-            self._iterator = iter(self.loader)
-        else:
-            self._start.restore(self.loader, device)
-            self._iterator = iter(self.loader)
-            _pass_over(self._iterator, self.loader, self.position)
-        before.restore(device)
+        try:
+            if mark["loader"] is not None:
+                self.loader.load_state_dict(copy.deepcopy(mark["loader"]))
+                self._iterator = iter(self.loader)
+            else:
+                self._start.restore(self.loader, device)
+                self._iterator = iter(self.loader)
+                _pass_over(self._iterator, self.loader, self.position)
+        finally:
+            before.restore(device)
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class Data:
     passes: list[Pass] = field(default_factory=list)
     current: Pass | None = None
     last: Any = None
+    num_begun: int = 0
     _back: dict[str, Any] | None = None
     _saved: tuple[dict[str, Any] | None, RngState] | None = None
     _skip_next: int = 0
@@ -96,6 +100,7 @@ class Data:
     def begin(self, loader: Iterable[Any], number: int) -> Pass:
         """A new pass; where a run is resumed, the one it was in."""
         saved, self._saved = self._saved, None
+        self.num_begun += 1
         self.current = Pass(loader, number, self.dice)
         mark = None
         if saved is not None:
@@ -215,10 +220,15 @@ class _Start:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = (getattr(owner, "generator", None) for owner in owners)
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    """Those of a loader, its samplers, and a loader inside it."""
+    found: dict[int, torch.Generator] = {}
+    for outer in (loader, getattr(loader, "loader", None), getattr(loader, "dataloader", None)):
+        batch_sampler = getattr(outer, "batch_sampler", None)
+        owners = (outer, getattr(outer, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        for generator in (getattr(owner, "generator", None) for owner in owners):
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
 
 
 def _sampler(loader: Any) -> Any:

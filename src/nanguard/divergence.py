@@ -25,12 +25,16 @@ class Divergence:
 
     ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
     have been seen before the rule speaks.
+
+    With ``needs_proof`` something is done about it only where weights that were good do better on the same batch, which
+    ``guard.step`` can find out; in a loop of your own it is only said.
     """
 
     window: int = 256
     deviations: float = 6.0
     progress: float = 0.5
     sustain: int = 8
+    needs_proof: bool = True
 
     def __post_init__(self) -> None:
         if self.window < 16 or self.sustain < 1 or not self.deviations > 0 or not self.progress >= 0:
@@ -78,10 +82,11 @@ class Trend:
         lower, middle, upper = self._best(rule)
         # A quarter of the upper half's spread, so that losses that are mostly one value do not count as still.
         spread = max((middle - lower) / 0.6745, (upper - middle) / 1.2816 / 4)
-        return max(lower + rule.deviations * spread, _between(middle, self.start, rule.progress))
+        least = middle + 0.1 * abs(middle)  # a tenth more is nothing, however still it was
+        return max(lower + rule.deviations * spread, _between(middle, self.start, rule.progress), least)
 
     def _best(self, rule: Divergence) -> tuple[float, float, float]:
-        """Quantiles of that quarter of the window whose median is lowest: neither a descent nor a slow rise is in it."""
+        """Quantiles of the quarter of the window whose median is lowest: neither descent nor slow rise is in it."""
         size = rule.window // 4
         starts = range(len(self.calm) % size, len(self.calm), size)
         return min((_quantiles(self.calm[i : i + size]) for i in starts), key=lambda each: each[1])

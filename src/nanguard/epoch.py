@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from nanguard.data import END, Data
+from nanguard.errors import ProtocolError
 
 T = TypeVar("T")
 
@@ -40,11 +41,17 @@ class Epoch(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         course = self._course
         number = course.begin_epoch(self._loader)
+        begun = course.data.num_begun
         try:
             goes_on = True
             while goes_on:
                 while (batch := course.data.fetch()) is not END:
                     yield batch
+                    if course.data.num_begun != begun:
+                        raise ProtocolError(
+                            "another guard.epoch() was begun inside this one: it is for training data, one pass at a "
+                            "time. Iterate over validation data, or a second loader, as they are"
+                        )
                     course.hear()
                 goes_on = course.end_epoch()
         except BaseException:  # the loop was left, or the loader has failed

@@ -286,8 +286,10 @@ class Guard:
                 "guard.roll_back() was called and there is no good snapshot: the first is good some steps after it was "
                 "taken, and with snapshots=None there is none"
             )
-        self.settle()
+        if not isinstance(skip_batches, int):
+            raise ValueError(f"skip_batches must be a whole number here, got {skip_batches!r}: nothing has failed")
         self._bench.drop_unfinished()
+        self.settle()
         did = self._steps.climber.go_back(self._bench.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
         self._steps.mode.drop_in_flight()
         self._bench.journal.write("roll_back", step=self._bench.num_steps, did=did)
@@ -309,8 +311,7 @@ class Guard:
         waits for them), and where a weight, buffer or moment is non-finite. Looks at all of them: syncs. Asks no other
         rank.
         """
-        in_step = self._bench.window is not None and bool(self._bench.window.losses)
-        return not in_step and self._steps.mode.is_verified() and not self._steps.climber.damaged()
+        return self._bench.window is None and self._steps.mode.is_verified() and self._steps.climber.is_sound()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
@@ -353,13 +354,15 @@ class Guard:
         bench = self._bench
         if state.get("version") != 2:
             raise ValueError(f"this guard reads state of version 2, got {state.get('version')!r}")
-        self.settle()
-        self._steps.load_facts(state)
         if (state["scaler"] is None) != (bench.scaler is None):
             raise ValueError(
                 f"the state was saved {'without' if state['scaler'] is None else 'with'} a loss scale, and this guard "
                 f"runs in {self.precision}: use the precision it was saved with"
             )
+        self.settle()
+        self._steps.climber.forget()
+        self._steps.mode.drop_in_flight()
+        self._steps.load_facts(state)
         if bench.scaler is not None:
             bench.scaler.load_state_dict(state["scaler"])
         bench.clipper.load_state_dict(state["clipper"])

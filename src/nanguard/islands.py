@@ -65,6 +65,10 @@ class Islands:
             self._islands[name] = _Island(self._modules[name], self._device_type)
         return new
 
+    def can_keep(self, name: str) -> bool:
+        """Whether there is a module of this name that is called: a list of modules or parameters is not."""
+        return name in self._modules and type(self._modules[name]).forward is not nn.Module.forward
+
     def release(self, *patterns: str | nn.Module) -> tuple[str, ...]:
         """Lets kept modules run as before, all of them without a pattern, and returns the names of these."""
         matched = self._matched(patterns) if patterns else set(self._islands)

@@ -167,7 +167,7 @@ class Halt:
     response: ClassVar[Response] = "halt"
 
     def refuses(self, verdict: Verdict) -> str:
-        return "the loss is finite" if verdict.kind == "divergence" else ""
+        return "the loss is finite" if verdict.kind == "divergence" and not verdict.reading.found else ""
 
 
 Rung = Skip | DropBadGradients | LowerLR | RaisePrecision | Rollback | Halt

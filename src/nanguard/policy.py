@@ -92,6 +92,10 @@ class Policy:
         return self.divergence if any(isinstance(rung, (LowerLR, Rollback)) for rung in self.ladder) else None
 
     @property
+    def _acts_without_proof(self) -> bool:
+        return self.divergence is not None and not self.divergence.needs_proof
+
+    @property
     def largest_rollback(self) -> int:
         """How many steps back the ladder may want to go; 0 where it never does."""
         return largest_rollback(tuple(self.ladder))
@@ -104,6 +108,8 @@ class Policy:
             return Action(response="back_off")
         if verdict.kind == "divergence" and verdict.cause == "batch":
             return Action(response="apply")  # the data have become harder, the weights are as good as before
+        if verdict.kind == "divergence" and verdict.cause == "unknown" and not self._acts_without_proof:
+            return Action(response="warn", passed=("nothing says that the weights are to blame",))
         passed: list[str] = []
         lowest = _lowest_rung(history, verdict)
         for place, rung in enumerate((*self.ladder, Halt())):
@@ -223,7 +229,7 @@ def _pretrain(
         Rollback(steps=rollback_steps, skip_batches=skip_batches, times=times, per="run"),
         Halt(),
     )
-    return Policy(ladder, max_norm=1.0)
+    return Policy(ladder, divergence=Divergence(needs_proof=False), max_norm=1.0)
 
 
 _RECIPES: dict[str, Callable[..., Policy]] = {

@@ -38,6 +38,7 @@ class Schedule:
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._per = per
+        self._written: list[Any] = []
         self.factor = 1.0
         """What the learning rate has been multiplied by, against what the schedule would say."""
 
@@ -49,11 +50,25 @@ class Schedule:
     def multiply(self, factor: float) -> None:
         """Multiplies the learning rate from here on: the schedule's base too, or its next tick would undo it."""
         self.factor *= factor
+        done: set[int] = set()  # groups may share one tensor
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                _multiply(group, ("lr", *_GROUP_BASES), factor)
+                _multiply(group, ("lr", *_GROUP_BASES), factor, done)
         for scheduler in _all_of(self._schedulers):
-            _multiply(vars(scheduler), _BASES, factor)
+            _multiply(vars(scheduler), _BASES, factor, done)
+        self._written = self._numbers()
+
+    def give_back(self, factor: float) -> bool:
+        """Undoes ``multiply(factor)``; False, and nothing happens, where the program has written rates of its own."""
+        if not self.is_ours and self._numbers() != self._written:
+            self.factor /= factor
+            return False
+        self.multiply(1 / factor)
+        return True
+
+    def _numbers(self) -> list[Any]:
+        rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [id(rate) if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     @property
     def is_ours(self) -> bool:
@@ -143,12 +158,14 @@ def _all_of(schedulers: Sequence[Any]) -> Iterator[Any]:
         yield from _all_of(getattr(scheduler, "_schedulers", ()))
 
 
-def _multiply(place: dict[str, Any], keys: Sequence[str], factor: float) -> None:
-    """The numbers under ``keys``, tensors in place: a captured step reads that very memory."""
+def _multiply(place: dict[str, Any], keys: Sequence[str], factor: float, done: set[int]) -> None:
+    """The numbers under ``keys``, tensors in place and once: a captured step reads that very memory."""
     for key in keys:
         value = place.get(key)
         if isinstance(value, torch.Tensor):
-            value.mul_(factor)
+            if id(value) not in done:
+                value.mul_(factor)
+            done.add(id(value))
         elif isinstance(value, (list, tuple)):
             place[key] = type(value)(each * factor for each in value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

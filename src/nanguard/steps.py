@@ -171,6 +171,8 @@ class Steps:
         if self.data.current is not None:  # the last epoch was left early
             self.data.abandon()
             self.bench.schedule.tick_epoch()
+        if self.keeper is None:  # nobody will ever go back to an earlier pass
+            self.data.passes.clear()
         self.num_epochs += 1
         self._left_early = False
         self.num_epochs = self.data.begin(loader, self.num_epochs).number

@@ -142,6 +142,19 @@ class Climber:
             return not is_buffer
         return bool((~torch.isfinite(now.detach()) & torch.isfinite(then.to(now.device))).any())
 
+    def is_sound(self) -> bool:
+        """Whether a checkpoint of this would be: all weights and optimizer state finite, no NaN in a buffer. Syncs."""
+        live, buffers = self._world.tensors(), self._world.buffers()
+        bad = nonfinite_names(live)  # an Inf in a buffer may be a mask
+        return not any(name not in buffers or bool(torch.isnan(live[name]).any()) for name in bad)
+
+    def forget(self) -> None:
+        """The run is elsewhere now."""
+        self._witness = None
+        self._places.clear()
+        if self.keeper is not None:
+            self.keeper.forget()
+
     @property
     def last_trouble(self) -> int:
         history = self._bench.journal.history
@@ -158,7 +171,7 @@ class Climber:
         snapshot = self.keeper.choose(step, back=rung.steps, count=count)
         assert snapshot is not None
         now = self._bench.num_steps
-        facts = self.keeper.go_back(snapshot, now=now)
+        facts = self.keeper.go_back(snapshot, step=step, now=now)
         over = rung.skip_batches if isinstance(rung.skip_batches, int) else 0
         data = self._data.go_back(facts["data"], over=over, between=between)
         self._witness = None
@@ -193,6 +206,13 @@ class Climber:
 
     def _with_cause(self, window: Window, verdict: Verdict) -> Verdict:
         """Looks at the batch; then at whether the weights still work on one that was good."""
+        try:
+            return self._looked_into(window, verdict)
+        except Exception:
+            log.warning("step %d: whose fault it is could not be found out", verdict.reading.step, exc_info=True)
+            return verdict
+
+    def _looked_into(self, window: Window, verdict: Verdict) -> Verdict:
         if self._bench.ranks.any(any(map(holds_nonfinite, window.batches))):
             return replace(verdict, cause="input")
         if self._witness is None:
@@ -203,14 +223,22 @@ class Climber:
         return replace(verdict, cause="weights", kind="divergence" if was_leaving else verdict.kind)
 
     def _cause_of_divergence(self, window: Window, rule: Divergence) -> Cause:
-        """Would weights that were good have done better on this batch? Else the data have become harder."""
+        """Would weights that were good have done better on this batch? Else the data have become harder.
+
+        Where none are in memory: do these still do well on a batch that was good?
+        """
+        limit, witness = self._bench.journal.trend.limit(rule), self._witness
         if not window.rerunnable or self.keeper is None:
             return "unknown"
-        with self.keeper.weights_of_oldest() as there_are:  # the newest may have been on its way already
-            if not there_are:
-                return "unknown"
-            loss = self._rehearsal.loss_of(window)
-        return "weights" if loss <= self._bench.journal.trend.limit(rule) else "batch"
+        try:
+            with self.keeper.weights_of_oldest() as there_are:  # the newest may have been on its way already
+                if there_are:
+                    return "weights" if self._rehearsal.loss_of(window) <= limit else "batch"
+            if witness is not None:
+                return "batch" if self._rehearsal.loss_of(witness) <= limit else "weights"
+        except Exception:
+            log.warning("whose fault the divergence is could not be found out", exc_info=True)
+        return "unknown"
 
     # ---- acting --------------------------------------------------------------------------------------------------
 
@@ -224,12 +252,16 @@ class Climber:
             between = self._failed(window, verdict) if rung.skip_batches == "failed" else None
             try:
                 did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
-            except FileNotFoundError as error:  # nothing has been put back by then
+            except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
                 log.warning("cannot go back: %s", error)
                 return None
             return Answer(verdict, action, did, went_back=True)
         if isinstance(rung, RaisePrecision):
-            raised = self._raise_precision(window, rung, step)
+            try:
+                raised = self._raise_precision(window, rung, step)
+            except Exception:
+                log.warning("step %d: precision could not be raised", step, exc_info=True)
+                return None
             if raised is None:
                 return None
             lowered = self.measures.lower_lr(rung.lr, step, None)
@@ -265,7 +297,8 @@ class Climber:
         islands, kept = self._bench.islands, list[str]()
         for _ in range(_MOST_MODULES):
             name = find_culprit(self._bench, self._rehearsal, window)
-            while name and name in islands.names:  # what it hands on does not fit into the lower precision either
+            # What it hands on may not fit into the lower precision either; and a list of modules is never called.
+            while name and (name in islands.names or not islands.can_keep(name)):
                 name = name.rpartition(".")[0]
             if not name:
                 break

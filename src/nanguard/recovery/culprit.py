@@ -90,6 +90,7 @@ def _owner_of_bad_gradient(bench: Bench) -> str | None:
     return None
 
 
+@torch.no_grad()  # or activation checkpointing would count what is looked at here
 def _is_bad(tensor: Tensor) -> bool:
     values = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
     return not bool(torch.isfinite(values).all())

@@ -91,7 +91,8 @@ class Measures:
 
     def _take_back(self, measure: Measure) -> str:
         if measure.kind == "lr":
-            self._bench.schedule.multiply(1 / measure.factor)
+            if not self._bench.schedule.give_back(measure.factor):
+                return "the learning rate is the program's own again"
             return f"learning rate as scheduled again, {_rates(self._bench)}"
         if measure.kind == "modules":
             self._bench.islands.release(*measure.modules)

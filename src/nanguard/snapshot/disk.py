@@ -188,6 +188,11 @@ class DiskStore:
         self._refused.discard(entry.name)
         _delete(trash)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other store, of this process or another, has the folder open."""
+        return self._lock.held
+
     def _tidy(self) -> None:
         """Removes what others left unfinished, once nobody else has the folder open."""
         if self._lock.held:

@@ -24,6 +24,7 @@ from nanguard.snapshot.copies import Copier, Copies, write_back
 from nanguard.snapshot.disk import DiskStore
 from nanguard.snapshot.options import Snapshots
 from nanguard.snapshot.world import Facts, World
+from nanguard.window import LAG
 
 log = logging.getLogger("nanguard")
 
@@ -164,36 +165,38 @@ class Keeper:
         self._let_go_of_data()
 
     def trouble(self, step: int, *, routine: bool = False) -> None:
-        """Step number ``step`` was not finite: a candidate is of no use. A routine back-off only undoes what it saw."""
+        """Step number ``step`` was not finite: a candidate is of no use. A routine back-off only undoes what it saw.
+
+        The next is taken when the host would have heard of the step in either way of guarding.
+        """
         candidate = self._candidate
         if candidate is not None and not (routine and step >= candidate.step):
-            self._candidate = None
+            self._candidate, self._next = None, 0
             self._spare = candidate.copies
-            self._next = 0
             if self._disk is not None:
                 self._disk.discard(candidate.step)
+        self._next = max(self._next, step + 1 + LAG)
 
     def choose(self, step: int, *, back: int, count: int) -> Snapshot | None:
         """The newest good one at least ``back`` steps before ``step``; the next older for each further ``count``."""
         old_enough = [snapshot for snapshot in self._good if snapshot.step <= step - back] or self._good[:1]
         return old_enough[-min(count, len(old_enough))] if old_enough else None
 
-    def go_back(self, snapshot: Snapshot, *, now: int) -> Facts:
-        """Puts everything back as it was; ``now`` is the number of steps made. Waits for the device."""
+    def go_back(self, snapshot: Snapshot, *, step: int, now: int) -> Facts:
+        """Puts everything back as it was before trouble showed at ``step``; ``now`` steps were made. Syncs."""
         self.trouble(now)
         self.fence()
         self._good = self._good[: self._good.index(snapshot) + 1]
         # Where trouble comes back at the same place, the way leads to before it, not to what was taken on the way.
-        self._next = now + max(self._options.every, 2 * (now - max(snapshot.step, self._restarted)))
+        self._next = now + max(self._options.every, 2 * (step - max(snapshot.step, self._restarted)))
         self._restarted = now
-        facts, step = snapshot.facts, snapshot.step
         if snapshot.copies is not None:
             snapshot.copies.wait()
-            self._world.restore(facts, snapshot.copies.__getitem__, snapshot.copies.put_back)
-        else:
-            assert self._disk is not None
-            facts, step = self._load(self._disk, step)
-            self._good = [each for each in self._good if each.step <= step]
+            self._world.restore(snapshot.facts, snapshot.copies.__getitem__, snapshot.copies.put_back)
+            return snapshot.facts
+        assert self._disk is not None
+        facts, loaded = self._load(self._disk, snapshot.step)
+        self._good = [each for each in self._good if each.step <= loaded]
         return facts
 
     def resume(self) -> Facts | None:
@@ -214,6 +217,11 @@ class Keeper:
         self._good = [Snapshot(step, facts, None)]
         self._candidate, self._next = None, facts["run"]["num_steps"] + self._options.every
         return facts
+
+    def forget(self) -> None:
+        """The run is elsewhere now: nothing that was kept is of its past."""
+        self.trouble(-1)
+        self._good, self._next = [], 1
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -298,6 +306,10 @@ class _Disk:
         self._last: Future[None] | None = None
         self._has_waited = False
         self._is_ours = False
+        if not self._store.is_alone:
+            log.warning(
+                "%s is open elsewhere: two runs must not share a run_dir, they would mix up their states", folder
+            )
 
     def write(self, step: int, copies: Copies, facts: Facts) -> None:
         def work() -> None:

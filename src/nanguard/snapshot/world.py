@@ -6,6 +6,7 @@ step counts kept as numbers, random states) is copied into plain *facts*.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,9 @@ class World:
             "rng": bench.dice.now().as_dict(),
             "trend": bench.journal.trend.as_dict(),
             "models": [name for name, _ in self._of_models()],
+            "parameters": {name: list(tensor.shape) for name, tensor in self._parameters()},
+            "kinds": [type(optimizer).__name__ for optimizer in bench.shield.optimizers],
+            "none": [name for name, owner, key in self._buffer_places() if owner._buffers[key] is None],
             "guard": [name for name, _ in self._of_guard()],
         }
 
@@ -64,13 +68,14 @@ class World:
 
         Tensors that are still there are written to, so that whoever holds them (a captured graph, the user) sees it.
         """
+        self._check(facts)
         bench, live = self._bench, self.tensors()
         wanted = set(facts["models"]) | set(facts["guard"])
         for skeletons in facts["optimizers"]:
             for skeleton in skeletons.values():
                 wanted |= set(_references(skeleton))
         put_back({name: live[name] for name in wanted & live.keys() if _fits(live[name], saved(name))})
-        self._replace_buffers(facts["models"], live, saved)
+        self._replace_buffers(facts["models"], live, saved, none=set(facts["none"]))
         self._replace_states(facts["optimizers"], live, saved)
         if not any(name.startswith("clipper.") for name in facts["guard"]):
             bench.clipper.forget()
@@ -78,6 +83,29 @@ class World:
         bench.journal.trend = Trend.from_dict(facts["trend"])
         bench.shield.zero_grad()
         RngState.from_dict(facts["rng"]).restore(bench.device)
+
+    def _check(self, facts: Facts) -> None:
+        """Raises ``ValueError`` where the run is not the one that was copied, before anything is written."""
+        now, then = {name: list(tensor.shape) for name, tensor in self._parameters()}, facts["parameters"]
+        kinds = [type(optimizer).__name__ for optimizer in self._bench.shield.optimizers]
+        odd = sorted(name for name in now.keys() | then.keys() if now.get(name, then.get(name)) != then.get(name))
+        odd += sorted(then.keys() - now.keys())
+        if odd or kinds != facts["kinds"]:
+            optimizers = f"optimizers {facts['kinds']}, now {kinds}"
+            what = f"{odd[0]} and {len(odd) - 1} more differ" if odd else optimizers
+            raise ValueError(
+                f"the snapshot of step {facts['step']} is of another model or optimizer ({what}): nothing was put back"
+            )
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (owner, key) in _places(unwrapped(self._bench.model), "model"):
+            parameter = owner._parameters.get(key)
+            if parameter is not None:
+                yield name, parameter
+
+    def _buffer_places(self) -> Iterator[tuple[str, nn.Module, str]]:
+        for name, (owner, key) in _places(unwrapped(self._bench.model), "model", buffers_only=True):
+            yield name, owner, key
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
         yield from _slots(unwrapped(self._bench.model), "model")
@@ -95,15 +123,21 @@ class World:
             yield from ((f"scaler.{key}", tensor) for key, tensor in bench.scaler.tensors().items())
         yield from ((f"clipper.{key}", tensor) for key, tensor in bench.clipper.tensors().items())
 
-    def _states(self) -> Iterator[tuple[int, list[tuple[Tensor, Any]]]]:
+    def _states(self) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
         for i, optimizer in enumerate(self._bench.shield.optimizers):
             yield i, list(optimizer.state.items())
 
-    def _name(self, param: Tensor) -> str:
-        return self._bench.name(param)
+    def _name(self, key: Any) -> str:
+        """Of a parameter; some optimizers have state under other keys as well."""
+        return self._bench.name(key) if isinstance(key, Tensor) else repr(key)
 
-    def _replace_buffers(self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved) -> None:
-        """Buffers that have gone, or are of another shape now, as tensors of their own."""
+    def _replace_buffers(
+        self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved, *, none: set[str]
+    ) -> None:
+        """Buffers that have gone, or are of another shape now, as tensors of their own; None where there was none."""
+        for name, owner, key in self._buffer_places():
+            if name in none:
+                owner._buffers[key] = None
         places = {name: place for name, place in _places(unwrapped(self._bench.model), "model") if name in names}
         for name, (owner, key) in places.items():
             if key in owner._buffers and (name not in live or not _fits(live[name], saved(name))):
@@ -118,7 +152,8 @@ class World:
             return saved(name).clone().to(device)
 
         for optimizer, skeleton in zip(self._bench.shield.optimizers, skeletons, strict=True):
-            owners = {self._name(p): p for group in optimizer.param_groups for p in group["params"]}
+            owners = {self._name(key): key for key in optimizer.state}
+            owners |= {self._name(p): p for group in optimizer.param_groups for p in group["params"]}
             for param in list(optimizer.state):
                 if self._name(param) not in skeleton:
                     del optimizer.state[param]
@@ -159,7 +194,7 @@ def _skeleton(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_skeleton(child, f"{path}.{i}") for i, child in enumerate(value)]}
-    return {"value": value}
+    return {"value": copy.deepcopy(value)}
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
