@@ -1,6 +1,6 @@
-"""Puts the newest measured overhead into the README's table: python benchmarks/readme.py
+"""Puts the newest measured overhead and recovery into the README's tables: python benchmarks/readme.py
 
-The README's numbers come from nowhere else; a test holds them to the result file.
+The README's numbers come from nowhere else; a test holds them to the result files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MARKED = re.compile(r"(<!-- overhead:begin -->\n).*?(<!-- overhead:end -->)", re.DOTALL)
+RECOVERY = re.compile(r"(<!-- recovery:begin -->\n).*?(<!-- recovery:end -->)", re.DOTALL)
 
 ROWS = {
     "guard": "**nanguard**, `guard.step`",
@@ -60,8 +61,20 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{result['machine']}, torch {result['torch']}, {result['date']}."]) + "\n"
 
 
+def recovery() -> str:
+    """The summary of the newest recovery benchmark, as its own report has it."""
+    newest = max(RESULTS.glob("recovery-*.md"), key=lambda path: path.stem[-10:])
+    text = newest.read_text()
+    summary = re.search(r"## In short\n\n(.*?)\n\n## ", text, re.DOTALL)
+    facts = dict(re.findall(r"^- (machine|torch|seeds|date): (.*)$", text, re.MULTILINE))
+    assert summary is not None, f"{newest} has no summary"
+    where = f"{facts['machine']}, torch {facts['torch']}, {facts['seeds']} seeds, {facts['date']}."
+    return f"{summary[1]}\n\n{where}\n"
+
+
 def filled(readme: str, results: list[dict[str, Any]]) -> str:
-    return MARKED.sub(lambda match: match[1] + table(results) + match[2], readme)
+    readme = MARKED.sub(lambda match: match[1] + table(results) + match[2], readme)
+    return RECOVERY.sub(lambda match: match[1] + recovery() + match[2], readme)
 
 
 if __name__ == "__main__":
