@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -98,3 +100,32 @@ def without_compilation() -> contextlib.AbstractContextManager[Any]:
     """Compiled functions run as written: hooks in them are called."""
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def ddp_casts_itself(wrapper: DistributedDataParallel) -> bool:
+    """Whether DDP holds copies of the parameters in another dtype."""
+    return getattr(wrapper, "mixed_precision", None) is not None
+
+
+def reduce_anew(wrapper: DistributedDataParallel) -> None:
+    """Makes DDP reduce gradients of the parameters' present dtype, with the communication hooks it has.
+
+    Its reducer listens to gradient accumulators, and a parameter of a new dtype gets a new one: without this,
+    ranks go their own ways, and nothing says so.
+    """
+    ddp: Any = wrapper
+    torch_dist: Any = dist
+    parameters, sparse = ddp._build_params_for_reducer()
+    hook_name = ddp._get_ddp_logging_data().get("comm_hook")
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
+        torch_dist._register_comm_hook(ddp.reducer, state, hook)
+    kinds = torch_dist.BuiltinCommHookType
+    for kind in (kinds.ALLREDUCE, kinds.FP16_COMPRESS):
+        if hook_name == str(kind):  # torch keeps no list of these
+            ddp._register_builtin_comm_hook(kind)

@@ -168,6 +168,10 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}; put several into a ModuleDict")
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise ValueError("the model has lazy modules that do not know their shapes yet: run one forward pass first")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError(
+            "the model has scripted modules (torch.jit), whose buffers cannot be put back: use torch.compile"
+        )
     if _compat.is_sharded(model):
         raise ValueError(
             "the model's parameters are sharded over ranks (FSDP or DTensor), and their norms are not complete on any "

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,7 +35,7 @@ def to_fp32_(
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if any(_compat.is_sharded(whole) for whole in wholes):
         raise ValueError("the parameters are sharded over ranks (FSDP or DTensor) and cannot be cast in place")
-    if any(_casts_itself(wrapper) for wrapper in wrappers):
+    if any(_compat.ddp_casts_itself(wrapper) for wrapper in wrappers):
         raise ValueError(
             "DistributedDataParallel with a mixed_precision of its own cannot be cast: use autocast instead"
         )
@@ -52,7 +51,7 @@ def to_fp32_(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # the weights lay in one piece for cuDNN, and do no more
     for wrapper in wrappers:
-        _reduce_anew(wrapper)
+        _compat.reduce_anew(wrapper)
     return tuple(name for name, _ in halves)
 
 
@@ -95,35 +94,3 @@ def _tensors_in(tree: Any, name: str) -> list[tuple[str, Tensor]]:
     else:
         return []
     return [found for key, child in children for found in _tensors_in(child, f"{name}.{key}")]
-
-
-# ---- private names of torch, for _compat --------------------------------------------------------------------------
-
-
-def _casts_itself(wrapper: DistributedDataParallel) -> bool:
-    """Whether DDP holds copies of the parameters in another dtype."""
-    return getattr(wrapper, "mixed_precision", None) is not None
-
-
-def _reduce_anew(wrapper: DistributedDataParallel) -> None:
-    """Makes DDP reduce gradients of the parameters' present dtype, with the communication hooks it has.
-
-    Its reducer listens to gradient accumulators, and a parameter of a new dtype gets a new one: without this,
-    ranks go their own ways, and nothing says so.
-    """
-    ddp: Any = wrapper
-    torch_dist: Any = dist
-    parameters, sparse = ddp._build_params_for_reducer()
-    hook_name = ddp._get_ddp_logging_data().get("comm_hook")
-    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False
-        ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()
-    for hook, state in ddp._comm_hooks:
-        ddp.logger._set_comm_hook_name(hook.__qualname__)
-        torch_dist._register_comm_hook(ddp.reducer, state, hook)
-    kinds = torch_dist.BuiltinCommHookType
-    for kind in (kinds.ALLREDUCE, kinds.FP16_COMPRESS):
-        if hook_name == str(kind):  # torch keeps no list of these
-            ddp._register_builtin_comm_hook(kind)
