@@ -294,20 +294,21 @@ class Climber:
 
     def _modules_that_help(self, window: Window, *, verify: bool) -> tuple[str, ...]:
         """The fewest modules found that make the step sound in fp32; none where no few of them do."""
-        islands, kept = self._bench.islands, list[str]()
-        for _ in range(_MOST_MODULES):
-            name = find_culprit(self._bench, self._rehearsal, window)
-            # What it hands on may not fit into the lower precision either; and a list of modules is never called.
-            while name and (name in islands.names or not islands.can_keep(name)):
-                name = name.rpartition(".")[0]
-            if not name:
-                break
-            kept += islands.keep(name)
-            if not verify or self._rehearsal.is_sound(window):
-                return tuple(kept)
-        if kept:
-            islands.release(*kept)
-        return ()
+        islands, kept, helps = self._bench.islands, list[str](), False
+        try:
+            while not helps and len(kept) < _MOST_MODULES:
+                name = find_culprit(self._bench, self._rehearsal, window)
+                # What it hands on may not fit into the lower precision either; and a list of modules is never called.
+                while name and (name in islands.names or not islands.can_keep(name)):
+                    name = name.rpartition(".")[0]
+                if not name:
+                    break
+                kept += islands.keep(name)
+                helps = not verify or self._rehearsal.is_sound(window)
+        finally:
+            if kept and not helps:
+                islands.release(*kept)
+        return tuple(kept) if helps else ()
 
     def _first_sign(self, verdict: Verdict) -> int:
         """The step at which trouble showed first: of the losses beyond their past, or of the bad steps in a row."""
