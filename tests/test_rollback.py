@@ -199,6 +199,31 @@ def test_a_run_that_went_back_ends_as_the_one_that_did_not(at: int, kind: str, s
     assert guard.current_epoch == 3
 
 
+@pytest.mark.parametrize("style", ["step", "own loop"])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("at", [46, 47, 48, 49])
+def test_a_batch_may_make_several_steps(at: int, sync: str, style: str) -> None:
+    """As with a critic that learns twice: the run goes back to between two batches, whichever step it was."""
+
+    def learn(*faults: Fault) -> tuple[Any, Guard]:
+        model, opt = build(ALL["fused AdamW"])
+        guard = Guard(model, opt, precision="fp32", sync=sync, policy=Policy([Rollback()]), snapshots=RING)
+        torch.manual_seed(1)
+        with inject(guard, *faults):
+            for batch in guard.epoch(make_batches(40)):
+                for _ in range(2):
+                    if style == "step":
+                        guard.step(loss_fn, batch)
+                    else:
+                        own_step(guard, batch)
+        return states(guard), guard
+
+    clean, _ = learn()
+    state, guard = learn(Fault(into="weight", name="out.weight", steps=(at,), times=1))
+    assert guard.counts["rolled_back"] == 1
+    assert differences(clean, state) == []
+
+
 def test_with_workers_too() -> None:
     clean, _, _ = run("workers", sync="eager", fault=False)
     state, guard, _ = run("workers", sync="eager", fault=True)

@@ -92,7 +92,7 @@ class Data:
     current: Pass | None = None
     last: Any = None
     num_begun: int = 0
-    _back: dict[str, Any] | None = None
+    _back: tuple[dict[str, Any], RngState] | None = None
     _saved: tuple[dict[str, Any] | None, RngState] | None = None
     _skip_next: int = 0
     _skip_between: tuple[Place, Place] | None = None
@@ -157,10 +157,17 @@ class Data:
         """The next pass begins where a run in another process was, whatever is drawn until then."""
         self._saved = mark, rng
 
-    def go_back(self, mark: dict[str, Any] | None, *, over: int = 0, between: tuple[Place, Place] | None = None) -> str:
+    def go_back(
+        self,
+        mark: dict[str, Any] | None,
+        rng: RngState,
+        *,
+        over: int = 0,
+        between: tuple[Place, Place] | None = None,
+    ) -> str:
         """Chooses the way back to a mark, stepping over the next ``over`` batches, or those ``between`` two places.
 
-        Returns in words what will happen.
+        ``rng`` is to be restored there, whatever the rest of the loop's body draws. Returns in words what will happen.
         """
         if self.current is None or mark is None:
             return "the data go on as your loop has them: iterate over guard.epoch(loader) to have them put back too"
@@ -171,7 +178,7 @@ class Data:
             self._skip_next = max(0, then[1] + over - now[1]) if now[0] == then[0] else 0
             skipped = f", {self._skip_next} batches stepped over" if self._skip_next else ""
             return f"the data go on, since {_kind(self.current.loader)} cannot be read again{skipped}"
-        self._back, self._skip_next, self._skip_between = mark, over, between
+        self._back, self._skip_next, self._skip_between = (mark, rng), over, between
         back = f"the data go back to batch {then[1]:,} of epoch {then[0]}"
         if over:
             back += f" and the next {over} are stepped over"
@@ -183,9 +190,10 @@ class Data:
         """Takes the way back, if one was chosen."""
         if self._back is None:
             return
-        mark, self._back = self._back, None
+        (mark, rng), self._back = self._back, None
         self.current = next(walk for walk in self.passes if walk.number == mark["number"])
         self.current.go_back(mark, self.device)
+        rng.restore(self.device)
 
     def forget_before(self, number: int) -> None:
         """No snapshot goes back to passes before this one."""

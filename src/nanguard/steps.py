@@ -106,6 +106,10 @@ class Steps:
             self._captured = window.layout, self.bench.board.filled  # a graph goes on writing to this very memory
             return
         self.bench.num_steps += 1
+        if self.data.is_going_back:  # the rest of a loop's body, of a batch that will come again
+            self.bench.clear()
+            self.bench.journal.counts["lost"] += 1
+            return
         with self.bench.leaving_no_trace():
             self.mode.finish(window)
         self._after_step()
@@ -129,7 +133,8 @@ class Steps:
             self.keeper.take_first()
 
     def _after_step(self) -> None:
-        if self.keeper is not None:
+        """Inside ``guard.epoch`` snapshots are taken between two batches, of which each may make several steps."""
+        if self.keeper is not None and self.data.current is None:
             self.keeper.after_step(self.bench.num_steps)
 
     def _ease(self) -> None:
@@ -181,9 +186,12 @@ class Steps:
         return self.num_epochs
 
     def hear(self) -> None:
-        if self.bench.window is None or not self.bench.window.losses:
+        between_steps = self.bench.window is None or not self.bench.window.losses
+        if between_steps:
             self.mode.before()
         self._follow()
+        if between_steps and self.keeper is not None:
+            self.keeper.after_step(self.bench.num_steps)
 
     def leave_epoch(self, number: int) -> None:
         if number == self.num_epochs:  # a generator may be closed long after its loop was left

@@ -23,6 +23,7 @@ from nanguard.recovery.culprit import find_culprit
 from nanguard.recovery.evidence import holds_nonfinite, nonfinite_names
 from nanguard.recovery.measures import Measures
 from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.rng import RngState
 from nanguard.snapshot.keeper import Keeper
 from nanguard.snapshot.world import World
 from nanguard.window import Window
@@ -173,7 +174,8 @@ class Climber:
         now = self._bench.num_steps
         facts = self.keeper.go_back(snapshot, step=step, now=now)
         over = rung.skip_batches if isinstance(rung.skip_batches, int) else 0
-        data = self._data.go_back(facts["data"], over=over, between=between)
+        rng = RngState.from_dict(facts["rng"])
+        data = self._data.go_back(facts["data"], rng, over=over, between=between)
         self._witness = None
         self._places.clear()
         self._bench.journal.counts["undone"] += now - facts["step"]
