@@ -582,3 +582,26 @@ def test_late_takes_its_snapshots_when_eager_does(bad: tuple[int, ...]) -> None:
     eager, late = run("eager"), run("late")
     assert eager[1] == late[1]
     assert differences(eager[0], late[0]) == []
+
+
+def test_what_a_module_keeps_besides_tensors_goes_back_too() -> None:
+    class Counting(TinyNet):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += self.training
+            return super().forward(x)
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    model, opt = build(ALL["fused AdamW"], model=Counting())
+    guard = Guard(model, opt, precision="fp32", snapshots=RING)
+    for batch in make_batches(40):
+        guard.step(loss_fn, batch)
+    guard.settle()
+    guard.roll_back(steps=10)
+    assert model.count == 21

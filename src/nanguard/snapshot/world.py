@@ -54,6 +54,7 @@ class World:
             "rng": bench.dice.now().as_dict(),
             "trend": bench.journal.trend.as_dict(),
             "models": [name for name, _ in self._of_models()],
+            "extra": {path: copy.deepcopy(module.get_extra_state()) for path, module in self._with_extra_state()},
             "parameters": {name: list(tensor.shape) for name, tensor in self._parameters()},
             "kinds": [type(optimizer).__name__ for optimizer in bench.shield.optimizers],
             "none": [name for name, owner, key in self._buffer_places() if owner._buffers[key] is None],
@@ -79,6 +80,9 @@ class World:
         self._replace_states(facts["optimizers"], live, saved)
         if not any(name.startswith("clipper.") for name in facts["guard"]):
             bench.clipper.forget()
+        for path, module in self._with_extra_state():
+            if path in facts["extra"]:
+                module.set_extra_state(copy.deepcopy(facts["extra"][path]))
         bench.schedule.restore(ScheduleNote(**facts["schedule"]))
         bench.journal.trend = Trend.from_dict(facts["trend"])
         bench.shield.zero_grad()
@@ -102,6 +106,12 @@ class World:
             parameter = owner._parameters.get(key)
             if parameter is not None:
                 yield name, parameter
+
+    def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that keep something of their own in a checkpoint."""
+        for path, module in unwrapped(self._bench.model).named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield plain_name(path), module
 
     def _buffer_places(self) -> Iterator[tuple[str, nn.Module, str]]:
         for name, (owner, key) in _places(unwrapped(self._bench.model), "model", buffers_only=True):
