@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -105,3 +106,11 @@ def test_what_is_fine_is_accepted() -> None:
         model, [opt], scheduler=[chained], max_norm=1, clip="agc", ema=AveragedModel(model), sync="late", accumulate=2
     )
     assert guard.syncs_per_step == 0
+
+
+def test_scripted_modules_are_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has words of its own on scripting
+        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"scripted modules \(torch\.jit\)"):
+        nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
