@@ -60,6 +60,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "late with dropping": (
         {"policy": nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]), "sync": "late"},
+        {"policy": "default"},
+        {"snapshots": 5},
+        {"snapshots": nanguard.Snapshots(where="disk")},
         "needs the host to decide",
     ),
 }

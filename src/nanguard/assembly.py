@@ -65,7 +65,6 @@ def assemble(
     _check_choice("schedule_per", schedule_per, ("step", "epoch"))
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
-    _check_type("policy", policy, Policy)
     _check_type("loss_scale", loss_scale, LossScale | None)
     device = optimizers[0].param_groups[0]["params"][0].device
     if device.type == "mps":
@@ -146,14 +145,22 @@ def describe(policy: Policy) -> dict[str, Any]:
     return {**asdict(policy), "ladder": ladder}
 
 
+def choose_policy(policy: Any) -> Policy:
+    """What the user chose; our own ladder where that is nothing."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
+    return policy or Policy()
+
+
 def choose_snapshots(snapshots: Any, policy: Policy) -> Snapshots | None:
     """What the user chose; ``"auto"`` takes them where the ladder has a use for them, as far back as it may go."""
     if snapshots == "auto":
         back = policy.largest_rollback
         every = Snapshots().every
         return Snapshots(keep=max(2, 1 + -(-back // every))) if back else None
-    _check_type("snapshots", snapshots, Snapshots | None)
-    return snapshots  # type: ignore[no-any-return]
+    if snapshots is not None and not isinstance(snapshots, Snapshots):
+        raise ValueError(f"snapshots must be a Snapshots object, 'auto' or None, got {snapshots!r}")
+    return snapshots
 
 
 def _several(value: Any) -> tuple[Any, ...]:

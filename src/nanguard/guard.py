@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard.assembly import assemble, choose_snapshots, choose_sync, introduce
+from nanguard.assembly import assemble, choose_policy, choose_snapshots, choose_sync, introduce
 from nanguard.clipper import Clip
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
@@ -85,7 +85,7 @@ class Guard:
         run_dir: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        policy = policy or Policy()
+        policy = choose_policy(policy)
         self._bench = assemble(
             model,
             optimizer,

@@ -102,11 +102,6 @@ class Keeper:
         finally:
             write_back(now, live)
 
-    @property
-    def place(self) -> str | None:
-        """Where snapshots are kept; None where there is no room for them, or it is not known yet."""
-        return self._options.where if self._disk else None if self._copier is None else self._copier.where
-
     def fence(self) -> None:
         """Before anything that a snapshot holds is written to: the device finishes reading it first."""
         if self._copier is not None:
