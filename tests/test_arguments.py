@@ -60,11 +60,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "late with dropping": (
         {"policy": nanguard.Policy([nanguard.DropBadGradients(), nanguard.Skip()]), "sync": "late"},
-        {"policy": "default"},
-        {"snapshots": 5},
-        {"snapshots": nanguard.Snapshots(where="disk")},
         "needs the host to decide",
     ),
+    "policy by its name": ({"policy": "default"}, "policy must be a Policy or None, got 'default': Policy.recipe"),
+    "snapshots": ({"snapshots": 5}, "snapshots must be a Snapshots object, 'auto' or None, got 5"),
+    "nowhere to write": ({"snapshots": nanguard.Snapshots(where="disk")}, "give the guard a run_dir"),
 }
 
 
