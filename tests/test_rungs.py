@@ -189,6 +189,28 @@ def test_a_model_with_half_weights_is_cast_in_place() -> None:
     assert guard.counts["applied"] == 5
 
 
+@pytest.mark.parametrize("sync", SYNCS)
+def test_modules_are_kept_in_fp32_by_hand_listed_saved_and_let_go(sync: Any) -> None:
+    model, opt = build(ALL["fused AdamW"], model=Net())
+    guard = Guard(model, opt, precision="fp16", sync=sync, policy=Policy([Halt()]))
+    with pytest.raises(ValueError, match="'att'"):
+        guard.keep_fp32("att")
+    assert guard.keep_fp32("at*n") == ("attn",)
+    for batch in make_batches(6):
+        guard.step(loss_fn, batch)
+    guard.settle()
+    assert guard.counts["applied"] == 6
+    _, other_opt = build(ALL["fused AdamW"], model=(other := Net()))
+    again = Guard(other, other_opt, precision="fp16", sync=sync)
+    again.load_state_dict(guard.state_dict())
+    assert again.kept_fp32 == ("attn",)
+    assert guard.release_fp32() == ("attn",)
+    assert guard.kept_fp32 == ()
+    with pytest.raises(NonFiniteError):
+        guard.step(loss_fn, make_batches(1)[0])
+        guard.settle()
+
+
 # ---- roll back -----------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +253,7 @@ def test_damage_of_the_moment_leaves_nothing_behind(fault: Fault, sync: str) -> 
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str) -> None:
+def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str, caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     model, opt = build(lambda p: torch.optim.SGD(p, lr=0.05, fused=True), model=net)
     schedule = lr_scheduler.LambdaLR(opt, lambda step: 1.0 if step < 150 else 40.0)
@@ -247,6 +269,7 @@ def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str) -> No
     assert "stepped over" not in did[0], "all again"
     assert did[1].endswith("are stepped over"), "again but for the batches at which it happened"
     assert "learning rate multiplied by 0.25, now 0.0125" in did[2]
+    assert "the weights: they have become worse, not the data harder" in caplog.text
     with torch.no_grad():
         assert squares(model, teacher(1, seed=1)[0]) < 0.2
 

@@ -23,7 +23,9 @@ def panel(incident: Incident, where: str | None = None, *, again: bool = False) 
         return headline
     rows = [("found", _found(outcome)), ("batch", _position(reading))]
     cause = outcome.verdict.cause
-    if cause in _CAUSES and outcome.verdict.kind != "damage":
+    if outcome.verdict.kind == "divergence" and not reading.found and cause == "weights":
+        rows.append(("cause", "the weights: they have become worse, not the data harder"))
+    elif cause in _CAUSES and outcome.verdict.kind != "damage":
         rows.append(("cause", _CAUSES[cause]))
     if reading.ranks:
         rows.append(("ranks", "seen first by " + _listed([f"rank {flags.rank}" for flags in reading.ranks])))
