@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanguard.diagnosis.record import Diagnosis
+    from nanguard.diagnosis.standalone import diagnose
     from nanguard.divergence import Divergence
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGC",
+    "Diagnosis",
     "Divergence",
     "DropBadGradients",
     "Guard",
@@ -31,12 +34,14 @@ __all__ = [
     "Snapshots",
     "ZScore",
     "__version__",
+    "diagnose",
 ]
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AGC": "numerics.clip",
+    "Diagnosis": "diagnosis.record",
     "Divergence": "divergence",
     "DropBadGradients": "ladder",
     "Guard": "guard",
@@ -52,6 +57,7 @@ _HOME = {
     "Skip": "ladder",
     "Snapshots": "snapshot.options",
     "ZScore": "numerics.clip",
+    "diagnose": "diagnosis.standalone",
 }
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, IterableDataset
 
 foreach_copy_: Any = torch._foreach_copy_
@@ -129,3 +130,50 @@ def reduce_anew(wrapper: DistributedDataParallel) -> None:
     for kind in (kinds.ALLREDUCE, kinds.FP16_COMPRESS):
         if hook_name == str(kind):  # torch keeps no list of these
             ddp._register_builtin_comm_hook(kind)
+
+
+# ---- what tracing needs ----------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all views of a storage, as long as it lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(tensor)
+
+
+def storage_size(tensor: Tensor) -> int:
+    """In bytes."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def current_node() -> Any:
+    """The node of the autograd graph that is being evaluated, None outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_sequence_nr() -> int | None:
+    """The number that the next node of the autograd graph will get in this thread; None where torch does not say."""
+    function = getattr(torch.autograd, "_get_sequence_nr", None)
+    return None if function is None else int(function())
+
+
+def sequence_nr(node: Any) -> int | None:
+    """The number of a node, by which it knows when it was made."""
+    function = getattr(node, "_sequence_nr", None)
+    return None if function is None else int(function())
+
+
+def is_view(op: Any) -> bool:
+    """Whether an op gives a view of what it takes."""
+    return bool(getattr(op, "is_view", False)) or op.namespace == "prim"
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Ops inside are not seen by any dispatch mode."""
+    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return context

@@ -92,6 +92,21 @@ class Ranks:
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._group)
         return int(number)
 
+    def share(self, text: str) -> tuple[int, str]:
+        """The text of the first rank that has one, and which rank that is. Waits for all of them."""
+        if not self.votes:
+            return self.rank, text
+        source = self.lowest(self.rank if text else self.size)
+        if source == self.size:
+            return self.rank, ""
+        here = text.encode() if self.rank == source else b""
+        size = -self.lowest(-len(here))
+        letters = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
+        if self.rank == source:
+            letters.copy_(torch.frombuffer(bytearray(here), dtype=torch.uint8))
+        dist.all_reduce(letters, op=dist.ReduceOp.MAX, group=self._group)
+        return source, bytes(letters.tolist()).decode()
+
     def culprits(self, votes: Sequence[float]) -> tuple[Flags, ...]:
         """The ranks that saw something non-finite of their own."""
         rows = [votes[i : i + _COLUMNS] for i in range(0, len(votes), _COLUMNS)]

@@ -52,7 +52,7 @@ def assemble(
     accumulate: int,
     drop_bad_microbatches: bool,
     ema: nn.Module | None,
-    loss_scale: LossScale | None,
+    loss_scale: LossScale | str | None,
     run_dir: str | Path | None,
     process_group: dist.ProcessGroup | None,
 ) -> Bench:
@@ -65,12 +65,16 @@ def assemble(
     _check_choice("schedule_per", schedule_per, ("step", "epoch"))
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
+    if loss_scale == "auto":
+        loss_scale = LossScale()
     _check_type("loss_scale", loss_scale, LossScale | None)
     device = optimizers[0].param_groups[0]["params"][0].device
     if device.type == "mps":
         raise ValueError("the model is on MPS, which has no float64 to sum norms in: use a CPU or a CUDA GPU")
     resolved = Precision.resolve(precision, device)
-    _check_precision(model, resolved)
+    scales = resolved.name == "fp16" and isinstance(loss_scale, LossScale)
+    if scales:
+        _check_scaling(model)
 
     shield = Shield(optimizers)
     clipper = Clipper(clip, max_norm, device)
@@ -85,7 +89,7 @@ def assemble(
         shield=shield,
         schedule=Schedule(optimizers, schedulers, schedule_per),
         clipper=clipper,
-        scaler=Scaler(loss_scale or LossScale(), device) if resolved.name == "fp16" else None,
+        scaler=Scaler(loss_scale, device) if scales and isinstance(loss_scale, LossScale) else None,
         salvage=Salvage(unwrapped(model), device) if drop_bad_microbatches else None,
         roll=Roll(model, shield, together=clipper.together),
         ranks=ranks,
@@ -163,6 +167,12 @@ def choose_snapshots(snapshots: Any, policy: Policy) -> Snapshots | None:
     return snapshots
 
 
+def choose_diagnosis(diagnose: Any) -> Any:
+    """What the user chose, checked."""
+    _check_choice("diagnose", diagnose, ("auto", "full", "brief", "off"))
+    return diagnose
+
+
 def _several(value: Any) -> tuple[Any, ...]:
     """One, several or none, as a tuple."""
     if value is None:
@@ -186,14 +196,14 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_precision(model: nn.Module, precision: Precision) -> None:
+def _check_scaling(model: nn.Module) -> None:
     names = names_of(model)
     halves = [names[id(p)] for p in model.parameters() if p.dtype is torch.float16 and p.requires_grad]
-    if precision.name == "fp16" and halves:
+    if halves:
         raise ValueError(
             f"precision='fp16' scales the loss, and gradients of fp16 parameters ({halves[0]} and "
             f"{len(halves) - 1} more) cannot be unscaled without losing them: keep the parameters in fp32, "
-            "model.float(), and let autocast run them in fp16"
+            "model.float(), and let autocast run them in fp16; or turn scaling off, loss_scale=None"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.agree import Ranks
+from nanguard.backup import Backup
 from nanguard.clipper import Clipper
 from nanguard.errors import NonFiniteError
 from nanguard.islands import Islands
@@ -36,12 +37,15 @@ from nanguard.window import Microbatch, Window
 
 log = logging.getLogger("nanguard")
 
+_CAREFUL_STEPS = 1000
+
 
 @dataclass(slots=True)
 class Bench:
     """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open.
 
-    ``num_steps`` have been made; ``is_captured`` where one is in a CUDA graph, which cannot be changed any more.
+    ``num_steps`` have been made; ``is_captured`` where one is in a CUDA graph, which cannot be changed any more;
+    updates are looked at until ``careful_until`` steps have been made.
     """
 
     model: nn.Module
@@ -66,6 +70,29 @@ class Bench:
     window: Window | None = None
     num_steps: int = 0
     is_captured: bool = False
+    careful_until: int = 0
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether each update is looked at, and taken back where it is not finite: one sync and a copy a step."""
+        return self.num_steps <= self.careful_until and not self.is_capturing
+
+    def be_careful(self) -> None:
+        """Something has been written to the weights that no gradient shows. For a long while updates are looked at."""
+        if self.careful_until < self.num_steps:
+            log.info("from now on every update is looked at, for %d steps", _CAREFUL_STEPS)
+        self.careful_until = self.num_steps + _CAREFUL_STEPS
+
+    @contextlib.contextmanager
+    def looking_at_update(self) -> Iterator[list[bool]]:
+        """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
+        spoiled: list[bool] = []
+        backup = Backup(self.shield.optimizers) if self.is_careful else None
+        yield spoiled
+        if backup is not None and self.ranks.any(backup.is_spoiled()):
+            backup.put_back()
+            spoiled.append(True)
+            self.be_careful()
 
     @property
     def drops_gradients(self) -> bool:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Examples:\n\nnanguard demo\n\nnanguard check checkpoint.pt\n\nnanguard check --help")
+@app.callback(epilog="Examples:\n\nnanguard demo\n\nnanguard check checkpoint.pt\n\nnanguard explain runs/a")
 def _nanguard(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
@@ -121,6 +121,117 @@ def check(
         if not any(fnmatchcase(name, pattern) for file in files for name in file.names):
             typer.echo(f"--allow {pattern!r} matches no tensor", err=True)
     raise typer.Exit(status)
+
+
+@app.command(
+    epilog="Examples:\n\nnanguard explain runs/a\n\nnanguard explain runs/a/incidents/0001\n\n"
+    "nanguard explain runs/a --json"
+)
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, an incident of one, or its incident.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, without the data.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines of each.")] = False,
+) -> None:
+    """Say what happened in a step that was not finite: where it came from, why, and what to do about it.
+
+    Of a run all incidents are listed, the last one in full. Runs nothing that a file holds.
+
+    Ends with status 0, or 2 if something could not be read.
+    """
+    from nanguard.incident import explain as words
+    from nanguard.incident.reader import BundleError, load
+
+    out = Console(highlight=False)
+    try:
+        paths, is_run = words.find(path)
+    except BundleError as error:
+        _fail(str(error), as_json=as_json)
+    told, parts, troubles = [], [], []
+    for place in paths:
+        try:
+            bundle = load(place)
+            told.append(words.as_dict(bundle))
+            in_full = not brief and place == paths[-1] and not as_json
+            parts.append(words.long(bundle) if in_full else words.short(bundle))
+        except BundleError as error:
+            troubles.append(str(error))
+    if as_json:
+        report = {"schema": 1, "status": 2 if troubles else 0, "incidents": told, "troubles": troubles}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for part in parts:
+            out.print(part, markup=False, soft_wrap=True, end="\n\n" if len(parts) > 1 else "\n")
+        if not paths:
+            out.print(words.nothing_in(path), markup=False, soft_wrap=True)
+        elif is_run and len(paths) > 1:
+            out.print(words.hint(paths, path), markup=False, soft_wrap=True, style="dim")
+        for trouble in troubles:
+            typer.echo(_printable(trouble), err=True)
+    raise typer.Exit(2 if troubles else 0)
+
+
+@app.command(
+    epilog="Examples:\n\nnanguard replay runs/a/incidents/0001 --entry train:build\n\n"
+    "nanguard replay runs/a --entry path/to/train.py:build --pdb"
+)
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident, or a run: then its last one.")],
+    entry: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="What builds the model: pkg.module:build or file.py:build.")
+    ],
+    pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and goes to build(seed).")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Run a step that was not finite again, with the data, random states and precision it had.
+
+    build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn),
+    or a dict of these; loss_fn(model, batch) returns the loss. Weights are taken from the incident where it has them.
+
+    Ends with status 0 if the same was found (cause, op and module), 1 if not, 2 if it could not be run.
+    """
+    import sys
+
+    from nanguard.errors import NanguardError
+    from nanguard.incident import explain as words
+    from nanguard.incident import rerun
+    from nanguard.incident.entry import build
+    from nanguard.incident.stop import debug
+
+    out = Console(highlight=False)
+    try:
+        bundle = words.read(path)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            stage = rerun.prepare(bundle, build(entry, seed))
+            replayed = rerun.replay(stage)
+            if pdb and replayed.diagnosis is not None:
+                typer.echo(words.outcome(replayed, bundle), err=as_json)
+                if not debug(stage, replayed.diagnosis, lambda text: typer.echo(f"\n{text}", err=as_json)):
+                    typer.echo("there is no line of the program to stop at", err=True)
+    except NanguardError as error:
+        _fail(str(error), as_json=as_json)
+    if as_json:
+        from nanguard.runlog import plain
+
+        typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
+    elif not pdb or replayed.diagnosis is None:
+        out.print(words.outcome(replayed, bundle), markup=False, soft_wrap=True)
+    raise typer.Exit(replayed.status)
+
+
+def _fail(why: str, *, as_json: bool) -> NoReturn:
+    """Something could not be read or run."""
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "status": 2, "error": why}, indent=2))
+    else:
+        typer.echo(_printable(why), err=True)
+    raise typer.Exit(2)
+
+
+def _printable(text: str) -> str:
+    from nanguard.checkpoint.view import printable
+
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def _listed_paths(paths: list[str]) -> Iterator[str]:

@@ -70,7 +70,12 @@ class Eager:
         bench = self._bench
         bench.clipper.clip_(groups, bench.board.norms)
         self._climber.fence()
-        bench.shield.step()
+        with bench.looking_at_update() as spoiled:
+            bench.shield.step()
+        if spoiled:
+            reading = replace(verdict.reading, found=("update",))
+            self._refuse(window, replace(verdict, kind="nonfinite", reading=reading))
+            return
         bench.update_average()
         bench.clipper.remember_()
         bench.schedule.tick()

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard.assembly import assemble, choose_policy, choose_snapshots, choose_sync, introduce
+from nanguard.assembly import assemble, choose_diagnosis, choose_policy, choose_snapshots, choose_sync, introduce
 from nanguard.clipper import Clip
+from nanguard.diagnosis.clinic import How
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
 from nanguard.ladder import Rollback
@@ -58,9 +59,11 @@ class Guard:
             second set of gradients.
         ema: a ``torch.optim.swa_utils.AveragedModel`` (anything with ``update_parameters``), updated after each
             applied step and never by a skipped one.
-        loss_scale: how the fp16 loss scale moves.
+        loss_scale: how the fp16 loss scale moves; None does not scale at all.
         sync: ``"late"`` lets the device skip and tells the host later, without a sync; ``"eager"`` asks the device
             once a step; ``"auto"`` is late on CUDA where all optimizers are fused, else eager.
+        diagnose: ``"auto"`` replays a bad step to say where it came from, fully for the first of a kind and briefly for
+            repeats; ``"full"`` and ``"brief"`` always do so, ``"off"`` never.
         run_dir: where to write the run log, and snapshots that go to disk; None writes nothing.
         process_group: the ranks that train together; None is all of them.
     """
@@ -80,8 +83,9 @@ class Guard:
         accumulate: int = 1,
         drop_bad_microbatches: bool = False,
         ema: nn.Module | None = None,
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale | Literal["auto"] | None = "auto",
         sync: Literal["auto", "eager", "late"] = "auto",
+        diagnose: How = "auto",
         run_dir: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -108,6 +112,7 @@ class Guard:
             sync=self.sync,
             accumulate=accumulate,
             snapshots=choose_snapshots(snapshots, policy),
+            diagnose=choose_diagnosis(diagnose),
             run_dir=run_dir,
         )
         introduce(self._bench, asked_precision=precision, sync=self.sync)
@@ -164,6 +169,7 @@ class Guard:
         if torch.is_grad_enabled():
             window = window or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
             self._bench.begin_microbatch(window)
+            return self._steps.in_own_loop()
         return self._bench.precision.autocast()
 
     def backward(self, loss: Tensor) -> None:
@@ -174,7 +180,7 @@ class Guard:
                 "guard.backward() was called without guard.autocast(): compute the loss inside "
                 "`with guard.autocast():`, in fp32 too, so that the guard can note what the forward pass may change"
             )
-        self._bench.backward(window, loss)
+        self._steps.backward(window, loss)
 
     def update(self) -> None:
         """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync where ``syncs_per_step`` is 0."""

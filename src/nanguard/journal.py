@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 from nanguard.divergence import Trend
 from nanguard.errors import NonFiniteError
-from nanguard.records import Incident, Outcome
+from nanguard.records import Incident, Outcome, Reading
 from nanguard.report.panel import halt_message, panel
 from nanguard.runlog import SCHEMA, RunLog
 
@@ -32,6 +32,7 @@ class Journal:
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None
         self.trend = Trend()
+        self.recent: deque[Reading] = deque(maxlen=64)
         self._speaks = speaks
         self._log = RunLog(run_dir) if run_dir is not None else None
 

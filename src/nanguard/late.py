@@ -22,7 +22,7 @@ from nanguard.bench import Bench
 from nanguard.errors import ProtocolError
 from nanguard.mailbox import Mailbox
 from nanguard.measure import Reply
-from nanguard.records import Action, Outcome
+from nanguard.records import Action, Outcome, Verdict
 from nanguard.recovery.climber import Climber
 from nanguard.undo import Undo
 from nanguard.window import LAG, Window
@@ -91,8 +91,14 @@ class Late:
 
     def _holds_latch(self, window: Window) -> bool:
         assert window.letter is not None
-        verdict = self._bench.judge(self._bench.read(window, Reply(window.layout, window.letter.values())))
+        verdict = self._judge(window, window.letter.values())
         return verdict.kind == "nonfinite" or (verdict.kind == "overflow" and window.latches)
+
+    def _judge(self, window: Window, values: list[float]) -> Verdict:
+        reading = self._bench.read(window, Reply(window.layout, values))
+        if window.is_spoiled:
+            reading = replace(reading, found=(*reading.found, "update"))
+        return self._bench.judge(reading)
 
     def protect(self, window: Window) -> None:
         """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
@@ -103,7 +109,12 @@ class Late:
         skip = self._raise_latch_(window)
         bench.clipper.clip_(groups, bench.board.norms)
         self._climber.fence()
-        bench.shield.step_unless(skip)
+        with bench.looking_at_update() as spoiled:
+            bench.shield.step_unless(skip)
+        if spoiled:
+            window.is_spoiled = True
+            skip.fill_(1.0)
+            self.latch.fill_(1.0)
         bench.buffers.undo_where_(skip)
         bench.update_average()
         self._averages.undo_where_(skip)
@@ -142,7 +153,7 @@ class Late:
         """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
         bench, window = self._bench, self._in_flight.popleft()
         assert window.letter is not None
-        verdict = bench.judge(bench.read(window, Reply(window.layout, window.letter.read())))
+        verdict = self._judge(window, window.letter.read())
         if verdict.kind == "healthy":
             bench.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
             answer = self._climber.watch(window, verdict.reading)

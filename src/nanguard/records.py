@@ -9,8 +9,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Found = Literal["loss", "gradients", "buffers"]
-"""Where a non-finite value was seen."""
+from nanguard.diagnosis.record import Diagnosis
+
+Found = Literal["loss", "gradients", "buffers", "update"]
+"""Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at."""
 
 Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence"]
 """What a step was.
@@ -105,7 +107,8 @@ class Outcome:
     """What became of a step. ``rerun`` and ``lost`` count the steps that were in flight behind a bad one.
 
     ``did`` says what the rung did, in words: which module, which learning rate, back to which step; ``worked`` is False
-    for a rung that was tried, had no use and was taken back.
+    for a rung that was tried, had no use and was taken back. ``diagnosis`` says where it came from and why, ``bundle``
+    is the folder in which the step is kept.
     """
 
     verdict: Verdict
@@ -115,6 +118,8 @@ class Outcome:
     lost: int = 0
     did: str = ""
     worked: bool = True
+    diagnosis: Diagnosis | None = None
+    bundle: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers and numbers only; ``from_dict`` reads it back."""
@@ -126,7 +131,10 @@ class Outcome:
         reading["ranks"] = tuple(Flags(**flags) for flags in reading["ranks"])
         means = Means(**_tupled(verdict["means"]))
         verdict = Verdict(**{**verdict, "reading": Reading(**reading), "means": means})
-        return cls(**{**data, "verdict": verdict, "action": Action(**_tupled(data["action"]))})
+        told = data.get("diagnosis")
+        diagnosis = None if told is None else Diagnosis.from_dict(told)
+        action = Action(**_tupled(data["action"]))
+        return cls(**{**data, "verdict": verdict, "action": action, "diagnosis": diagnosis})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +147,10 @@ class Incident:
     @property
     def reading(self) -> Reading:
         return self.outcome.verdict.reading
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        return self.outcome.diagnosis
 
 
 def span_in_words(per: str | int) -> str:

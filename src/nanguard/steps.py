@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nanguard.bench import Bench
+from nanguard.capture import Call, Ear
 from nanguard.data import Data
+from nanguard.diagnosis.clinic import How
 from nanguard.eager import Eager
 from nanguard.errors import ProtocolError
 from nanguard.late import Late
@@ -26,7 +29,14 @@ class Steps:
     """One at a time. ``late`` is there where the device decides by itself."""
 
     def __init__(
-        self, bench: Bench, *, sync: str, accumulate: int, snapshots: Snapshots | None, run_dir: str | Path | None
+        self,
+        bench: Bench,
+        *,
+        sync: str,
+        accumulate: int,
+        snapshots: Snapshots | None,
+        diagnose: How,
+        run_dir: str | Path | None,
     ) -> None:
         self.bench = bench
         self.accumulate = accumulate
@@ -38,11 +48,13 @@ class Steps:
             if snapshots is None
             else Keeper(bench, self.data, snapshots, folder=folder, run_facts=self.facts, prepare=self._prepare)
         )
-        self.climber = Climber(bench, self.data, self.keeper)
+        self.climber = Climber(bench, self.data, self.keeper, diagnose)
         self.late = Late(bench, self.climber) if sync == "late" else None
         self.mode = self.late or Eager(bench, self.climber)
         self._captured: tuple[Layout, Tensor] | None = None
         self._left_early = False
+        self._ear = Ear(self._open_calls, self._note_random_states, bench.device.type)
+        self._listens = diagnose == "off"
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -95,7 +107,32 @@ class Steps:
         self.mode.note(window)
         self.bench.ranks.forget_()
         self.bench.window = window
+        if not rerunnable:
+            self.climber.clinic.live.begin(window.last_seen)
         return window
+
+    @contextlib.contextmanager
+    def in_own_loop(self) -> Iterator[None]:
+        """Around the forward pass of a loop of the user's own: what the model is given is noted."""
+        if not self._listens:
+            self._listens = True
+            self._ear.listen(self.bench.model)
+        with self.climber.clinic.live.watching(), self.bench.precision.autocast():
+            yield
+
+    def backward(self, window: Window, loss: Tensor) -> None:
+        """In a loop of the user's own."""
+        live = self.climber.clinic.live
+        with live.watching():
+            self.bench.backward(window, loss)
+        window.live = live.after_backward(loss) or window.live
+
+    def _open_calls(self) -> list[Call] | None:
+        window = self.bench.window
+        return None if window is None or window.rerunnable or self.bench.is_capturing else window.calls
+
+    def _note_random_states(self) -> RngState:
+        return self.bench.dice.now(self.bench.num_steps)
 
     def finish(self, window: Window) -> None:
         self.bench.window = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.capture import Call
 from nanguard.mailbox import Letter
 from nanguard.measure import NO_LAYOUT, Layout
 from nanguard.rng import RngState
@@ -53,7 +54,8 @@ class Window:
 
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
-    position.
+    position; ``is_spoiled`` says that its update was taken back. In a loop of the user's own ``calls`` are those of the
+    model, and ``live`` is how the step ran, where it was traced.
     """
 
     step: int
@@ -75,6 +77,9 @@ class Window:
     layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True
+    is_spoiled: bool = False
+    calls: list[Call] = field(default_factory=list)
+    live: Any = None
 
     @property
     def batches(self) -> list[Any]:
@@ -83,7 +88,7 @@ class Window:
 
     def afresh(self) -> Window:
         """The same step, not yet run."""
-        return replace(self, losses=[], flags=[], letter=None)
+        return replace(self, losses=[], flags=[], letter=None, is_spoiled=False)
 
     def show_mean(self) -> None:
         if self.shown is not None:

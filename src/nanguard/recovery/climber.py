@@ -15,6 +15,10 @@ from torch import Tensor
 
 from nanguard.bench import Bench
 from nanguard.data import Data, Place
+from nanguard.diagnosis.clinic import Clinic, How
+from nanguard.diagnosis.exam import Past
+from nanguard.diagnosis.record import Diagnosis, Fix
+from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.divergence import Divergence, Trend
 from nanguard.ladder import LowerLR, RaisePrecision, Rollback
 from nanguard.policy import judge
@@ -45,19 +49,28 @@ class Answer:
     did: str = ""
     went_back: bool = False
     lost: int = 0
+    diagnosis: Diagnosis | None = None
 
     def outcome(self, *, applied: bool) -> Outcome:
-        return Outcome(verdict=self.verdict, action=self.action, applied=applied, lost=self.lost, did=self.did)
+        return Outcome(
+            verdict=self.verdict,
+            action=self.action,
+            applied=applied,
+            lost=self.lost,
+            did=self.did,
+            diagnosis=self.diagnosis,
+        )
 
 
 class Climber:
     """``keeper`` is there where snapshots are taken."""
 
-    def __init__(self, bench: Bench, data: Data, keeper: Keeper | None) -> None:
+    def __init__(self, bench: Bench, data: Data, keeper: Keeper | None, diagnose: How) -> None:
         self._bench, self._data, self.keeper = bench, data, keeper
         self._world = World(bench)
         self.measures = Measures(bench)
         self._rehearsal = Rehearsal(bench)
+        self.clinic = Clinic(bench, self._rehearsal, diagnose)
         self._witness: Window | None = None
         self._places: deque[tuple[int, Place]] = deque(maxlen=512)
         self._from_the_start = frozenset(nonfinite_names(self._world.tensors()))
@@ -69,6 +82,7 @@ class Climber:
     def watch(self, window: Window, reading: Reading) -> Answer | None:
         """A healthy step: lets snapshots and the trend of the loss know. An answer where the loss has diverged."""
         journal, rule = self._bench.journal, self._bench.policy.answers_divergence
+        journal.recent.append(reading)
         if rule is not None:
             journal.trend = journal.trend.after(reading.mean_loss, rule)
         if self.keeper is not None:
@@ -99,7 +113,12 @@ class Climber:
         damaged = self.damaged()
         reading = replace(reading, damaged=damaged)
         is_damaged = self._bench.ranks.any(bool(damaged))
-        answer = self._climb(window, judge(reading, damaged=is_damaged, means=self._means(window)))
+        diagnosis = self._examine(window, reading)
+        if is_damaged:
+            self._bench.be_careful()
+            diagnosis = _of_damage(diagnosis, reading)
+        verdict = judge(reading, damaged=is_damaged, means=self._means(window))
+        answer = replace(self._climb(window, verdict, diagnosis), diagnosis=diagnosis)
         behind = self._bench.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
@@ -109,7 +128,17 @@ class Climber:
         if not self._bench.ranks.any(bool(damaged)):
             return None
         reading = Reading(step=window.step, epoch=window.epoch, batch=window.batch, loss=math.nan, damaged=damaged)
+        self._bench.be_careful()
         return self._climb(window, judge(reading, damaged=True, means=self._means(window)))
+
+    def _examine(self, window: Window, reading: Reading) -> Diagnosis | None:
+        keeper = self.keeper
+        past = Past(
+            readings=tuple(self._bench.journal.recent),
+            older_weights=None if keeper is None else keeper.weights_of_oldest,
+            oldest_step=keeper.steps[0] if keeper is not None and keeper.steps else None,
+        )
+        return self.clinic.examine(window, reading, past, update="update" in reading.found)
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync.
@@ -185,7 +214,7 @@ class Climber:
 
     # ---- deciding ------------------------------------------------------------------------------------------------
 
-    def _climb(self, window: Window, verdict: Verdict) -> Answer:
+    def _climb(self, window: Window, verdict: Verdict, diagnosis: Diagnosis | None = None) -> Answer:
         policy, history = self._bench.policy, self._bench.journal.history
         action = policy.decide(history, verdict)
         if verdict.kind == "nonfinite" and action.response != "skip":
@@ -193,7 +222,7 @@ class Climber:
             action = policy.decide(history, verdict)
         attempts: list[Outcome] = []
         while True:
-            answer = self._act(window, verdict, action)
+            answer = self._act(window, verdict, action, diagnosis)
             if answer is not None:
                 return answer
             attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
@@ -244,7 +273,7 @@ class Climber:
 
     # ---- acting --------------------------------------------------------------------------------------------------
 
-    def _act(self, window: Window, verdict: Verdict, action: Action) -> Answer | None:
+    def _act(self, window: Window, verdict: Verdict, action: Action, diagnosis: Diagnosis | None) -> Answer | None:
         """Does what the rung says; None where that turned out to be of no use and was taken back."""
         ladder, step = self._bench.policy.ladder, verdict.reading.step
         rung = ladder[action.rung] if action.rung is not None and action.rung < len(ladder) else None
@@ -260,7 +289,7 @@ class Climber:
             return Answer(verdict, action, did, went_back=True)
         if isinstance(rung, RaisePrecision):
             try:
-                raised = self._raise_precision(window, rung, step)
+                raised = self._raise_precision(window, rung, step, diagnosis)
             except Exception:
                 log.warning("step %d: precision could not be raised", step, exc_info=True)
                 return None
@@ -270,14 +299,17 @@ class Climber:
             return Answer(verdict, action, "; ".join(filter(None, [raised, lowered])))
         return Answer(verdict, action)
 
-    def _raise_precision(self, window: Window, rung: RaisePrecision, step: int) -> str | None:
+    def _raise_precision(
+        self, window: Window, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None
+    ) -> str | None:
         if not self.measures.can_raise_precision:
             return "everything runs in fp32 already"
         if rung.scope == "model":
             if rung.verify and window.rerunnable and not self._helps_in_fp32(window):
                 return None
             return self.measures.leave_autocast(step, rung.retry_after)
-        names = self._modules_that_help(window, verify=rung.verify)
+        known = () if diagnosis is None else diagnosis.modules_to_keep
+        names = known or self._modules_that_help(window, verify=rung.verify)
         return self.measures.keep_modules(names, step, rung.retry_after) if names else None
 
     def _helps_in_fp32(self, window: Window) -> bool:
@@ -335,3 +367,25 @@ class Climber:
         places = [place for step, place in self._places if step >= first]
         places += [(r.epoch, r.batch) for r in readings if r.batch is not None and r.step >= first]
         return min([(reading.epoch, reading.batch), *places]), last
+
+
+def _of_damage(diagnosis: Diagnosis | None, reading: Reading) -> Diagnosis | None:
+    """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
+    if diagnosis is None or diagnosis.phase not in ("parameter", "optimizer") or diagnosis.confidence == "certain":
+        return diagnosis  # the program was seen to write to them in this very step
+    names = ", ".join(reading.damaged[:3]) + (
+        f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
+    )
+    return replace(
+        diagnosis,
+        cause="parameter_corrupted",
+        source=None,
+        op="",
+        batch=None if reading.batch is None else max(0, reading.batch - 1),
+        since_step=max(0, reading.step - 1),
+        because=f"{names} became non-finite behind step {reading.step - 1:,}: by its update, or by the program",
+        notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
+        confidence="guess",
+        fix=Fix(words=REMEDIES["parameter_corrupted"].words),
+        remedies=REMEDIES["parameter_corrupted"].helps,
+    )

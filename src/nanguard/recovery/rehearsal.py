@@ -26,7 +26,7 @@ class Rehearsal:
     def loss_of(self, window: Window) -> float:
         """The mean loss of the step now, over its micro-batches and all ranks; no backward pass."""
         with self.stage(window), torch.no_grad():
-            losses = torch.stack([self._forward(window, place).detach().double() for place in self._places(window)])
+            losses = torch.stack([self.forward(window, place).detach().double() for place in self._places(window)])
         return self._bench.ranks.mean(losses.mean().item())
 
     def is_sound(self, window: Window) -> bool:
@@ -44,16 +44,23 @@ class Rehearsal:
         """Forward and backward of all micro-batches, inside ``stage``."""
         losses = []
         for place in self._places(window):
-            loss = self._forward(window, place)
+            loss = self.forward(window, place)
             losses.append(loss.detach())
-            mean = loss / window.divisor
-            scaled = mean if self._bench.scaler is None else self._bench.scaler.scaled(mean)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            self.backward(window, loss)
         return losses
 
+    def backward(self, window: Window, loss: Tensor) -> None:
+        """Of one micro-batch, inside ``stage``."""
+        mean = loss / window.divisor
+        scaled = mean if self._bench.scaler is None else self._bench.scaler.scaled(mean)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
     @contextlib.contextmanager
-    def stage(self, window: Window) -> Iterator[None]:
-        """Sets the scene as the step found it; afterwards it is as it was before."""
+    def stage(self, window: Window, *, alone: bool = False) -> Iterator[None]:
+        """Sets the scene as the step found it; afterwards it is as it was before.
+
+        All ranks set it together, unless ``alone``: then calls go past DDP, which waits for other ranks at times.
+        """
         bench = self._bench
         rng, training, open_window = bench.dice.now(), [(m, m.training) for m in bench.modules], bench.window
         bench.buffers.note_()
@@ -62,7 +69,7 @@ class Rehearsal:
         try:
             for module, mode in window.training:
                 module.training = mode
-            with torch.inference_mode(False), torch.enable_grad(), _apart(bench.model):
+            with torch.inference_mode(False), torch.enable_grad(), _apart(bench.model, alone=alone):
                 yield
         finally:
             bench.buffers.undo_()
@@ -75,7 +82,8 @@ class Rehearsal:
     def _places(self, window: Window) -> range:
         return range(len(window.microbatches))
 
-    def _forward(self, window: Window, place: int) -> Tensor:
+    def forward(self, window: Window, place: int) -> Tensor:
+        """The loss of one micro-batch, inside ``stage``."""
         bench, micro = self._bench, window.microbatches[place]
         if micro.rng is not None:
             micro.rng.restore(bench.device)
@@ -87,12 +95,17 @@ class Rehearsal:
 
 
 @contextlib.contextmanager
-def _apart(model: nn.Module) -> Iterator[None]:
+def _apart(model: nn.Module, *, alone: bool) -> Iterator[None]:
     """DDP averages no gradients; afterwards it sends buffers around before the next forward pass, or not, as before."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return
     sends = model.require_forward_param_sync
-    with model.no_sync():
-        yield
-    model.require_forward_param_sync = sends
+    if alone:
+        vars(model)["forward"] = model.module
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        vars(model).pop("forward", None)
+        model.require_forward_param_sync = sends

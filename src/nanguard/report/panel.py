@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from nanguard.records import Action, Incident, Outcome, Reading, span_in_words
+from nanguard.report.diagnosis import rows as diagnosis_rows
 
 _UNTOUCHED = "weights, optimizer state, buffers and schedule, exactly as before this step"
 _CAUSES = {
@@ -23,7 +24,9 @@ def panel(incident: Incident, where: str | None = None, *, again: bool = False) 
         return headline
     rows = [("found", _found(outcome)), ("batch", _position(reading))]
     cause = outcome.verdict.cause
-    if outcome.verdict.kind == "divergence" and not reading.found and cause == "weights":
+    if outcome.diagnosis is not None:
+        rows += diagnosis_rows(outcome.diagnosis)
+    elif outcome.verdict.kind == "divergence" and not reading.found and cause == "weights":
         rows.append(("cause", "the weights: they have become worse, not the data harder"))
     elif cause in _CAUSES and outcome.verdict.kind != "damage":
         rows.append(("cause", _CAUSES[cause]))
@@ -43,7 +46,9 @@ def panel(incident: Incident, where: str | None = None, *, again: bool = False) 
         rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
     elif outcome.lost:
         rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
-    if where:
+    if outcome.bundle:
+        rows.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
+    elif where:
         rows.append(("log", where))
     return "\n".join([headline] + [f"   {name:<9} {text}" for name, text in rows])
 
@@ -100,7 +105,10 @@ def _noun(outcome: Outcome) -> str:
         return "diverged loss"
     if not reading.found:
         return "non-finite micro-batch" if reading.dropped_microbatches else "non-finite gradient"
-    return "non-finite " + {"loss": "loss", "gradients": "gradient", "buffers": "buffer"}[reading.found[0]]
+    return (
+        "non-finite "
+        + {"loss": "loss", "gradients": "gradient", "buffers": "buffer", "update": "update"}[reading.found[0]]
+    )
 
 
 def _found(outcome: Outcome) -> str:
@@ -115,6 +123,8 @@ def _found(outcome: Outcome) -> str:
         parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else f'{reading.loss:g}'}")
     if "gradients" in reading.found:
         parts.append(f"gradients {f'of {_listed(reading.gradients)}' if reading.gradients else elsewhere}")
+    if "update" in reading.found:
+        parts.append("finite gradients, but what the optimizer made of them; taken back")
     if "buffers" in reading.found:
         parts.append(f"buffers {_listed(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"

@@ -5,6 +5,7 @@ keys are text without ``$`` in front. All else is an object of one key that begi
 ``{"$dict": [[key, value], ...]}``, ``{"$tensor": "0"}``. Tensors, and the bytes of NumPy arrays, are handed out beside.
 
 Reading builds values from a fixed list of types. It looks up no name that the data brings along, and runs nothing.
+Whoever keeps other things says of what plain values they are made (``Tagged``), and how to make them again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +39,14 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _NUMPY_KIND = re.compile(r"[<>|][biufcmMSU][1-9][0-9]*(\[\w+\])?")
 
 
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """Something of the caller's own, as ``{tag: content}``; a tag begins with ``$``, and ``decode`` is told of it."""
+
+    tag: str
+    content: Any
+
+
 def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """What ``json.dumps(..., allow_nan=False)`` takes, and the tensors it refers to, themselves and not copied.
 
@@ -50,10 +60,13 @@ def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         raise ValueError(f"{unfit.path}: {unfit.what} cannot be kept in a snapshot; accepted are {_ACCEPTED}") from None
 
 
-def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``encode`` was given. Raises ``ValueError`` for what ``encode`` does not write."""
+def decode(data: Any, tensors: Mapping[str, Tensor], makers: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """The tree that ``encode`` was given. Raises ``ValueError`` for what ``encode`` does not write.
+
+    ``makers`` make what was ``Tagged`` of its content, by tag.
+    """
     try:
-        return _decode(data, tensors)
+        return _Decoder(tensors, makers or {}).value(data)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise ValueError(f"not a state that nanguard wrote ({type(error).__name__}: {error})") from error
 
@@ -196,6 +209,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, int], Any]] = {
     complex: lambda e, v, d: {"$complex": [e.value(v.real, d), e.value(v.imag, d)]},
     torch.dtype: lambda e, v, d: {"$dtype": str(v).removeprefix("torch.")},
     torch.device: lambda e, v, d: {"$device": str(v)},
+    Tagged: lambda e, v, d: {v.tag: e.value(v.content, d + 1)},
 }
 
 
@@ -207,24 +221,33 @@ def _article(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if type(data) is list:
-        return [_decode(value, tensors) for value in data]
-    if type(data) is not dict:
-        return data
-    if not any(key.startswith("$") for key in data):
-        return {key: _decode(value, tensors) for key, value in data.items()}
-    ((tag, content),) = data.items()
-    return _DECODERS[tag](content, tensors)
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    tensors: Mapping[str, Tensor]
+    makers: Mapping[str, Callable[[Any], Any]]
 
+    def value(self, data: Any) -> Any:
+        if type(data) is list:
+            return [self.value(value) for value in data]
+        if type(data) is not dict:
+            return data
+        if not any(key.startswith("$") for key in data):
+            return {key: self.value(value) for key, value in data.items()}
+        ((tag, content),) = data.items()
+        if tag in self.makers:
+            return self.makers[tag](self.value(content))
+        return _DECODERS[tag](content, self)
 
-def _pairs(content: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
-    return {_decode(key, tensors): _decode(value, tensors) for key, value in content}
+    def pairs(self, content: Any) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in content}
 
+    def default(self, content: Any) -> defaultdict[Any, Any]:
+        name, pairs = content
+        return defaultdict(None if name is None else _FACTORIES[name], self.pairs(pairs))
 
-def _default(content: Any, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
-    name, pairs = content
-    return defaultdict(None if name is None else _FACTORIES[name], _pairs(pairs, tensors))
+    def numpy_array(self, content: Any) -> Any:
+        dtype, shape, name = content
+        return self.tensors[name].numpy().copy().view(_numpy_dtype(dtype)).reshape(shape)
 
 
 def _numpy() -> Any:
@@ -241,31 +264,26 @@ def _numpy_dtype(text: str) -> Any:
     return _numpy().dtype(text)
 
 
-def _numpy_array(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    dtype, shape, name = content
-    return tensors[name].numpy().copy().view(_numpy_dtype(dtype)).reshape(shape)
-
-
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
-    "$int": lambda c, t: int(c, 16),
-    "$float": lambda c, t: struct.unpack(">d", bytes.fromhex(c))[0],
-    "$tuple": lambda c, t: tuple(_decode(c, t)),
-    "$size": lambda c, t: torch.Size(c),
-    "$set": lambda c, t: set(_decode(c, t)),
-    "$frozenset": lambda c, t: frozenset(_decode(c, t)),
-    "$deque": lambda c, t: deque(_decode(c[1], t), c[0]),
-    "$dict": _pairs,
-    "$ordered": lambda c, t: OrderedDict(_pairs(c, t)),
-    "$counter": lambda c, t: Counter(_pairs(c, t)),
-    "$defaultdict": _default,
-    "$bytes": lambda c, t: base64.b64decode(c, validate=True),
-    "$bytearray": lambda c, t: bytearray(base64.b64decode(c, validate=True)),
-    "$complex": lambda c, t: complex(*_decode(c, t)),
-    "$dtype": lambda c, t: DTYPES[c],
-    "$device": lambda c, t: torch.device(c),
-    "$tensor": lambda c, t: t[c],
-    "$numpy.str": lambda c, t: _numpy().str_(c),
-    "$numpy.bytes": lambda c, t: _numpy().bytes_(_decode(c, t)),
-    "$numpy.scalar": lambda c, t: _numpy().frombuffer(bytes.fromhex(c[1]), _numpy_dtype(c[0]))[0],
-    "$numpy.array": _numpy_array,
+_DECODERS: dict[str, Callable[[Any, _Decoder], Any]] = {
+    "$int": lambda c, d: int(c, 16),
+    "$float": lambda c, d: struct.unpack(">d", bytes.fromhex(c))[0],
+    "$tuple": lambda c, d: tuple(d.value(c)),
+    "$size": lambda c, d: torch.Size(c),
+    "$set": lambda c, d: set(d.value(c)),
+    "$frozenset": lambda c, d: frozenset(d.value(c)),
+    "$deque": lambda c, d: deque(d.value(c[1]), c[0]),
+    "$dict": lambda c, d: d.pairs(c),
+    "$ordered": lambda c, d: OrderedDict(d.pairs(c)),
+    "$counter": lambda c, d: Counter(d.pairs(c)),
+    "$defaultdict": lambda c, d: d.default(c),
+    "$bytes": lambda c, d: base64.b64decode(c, validate=True),
+    "$bytearray": lambda c, d: bytearray(base64.b64decode(c, validate=True)),
+    "$complex": lambda c, d: complex(*d.value(c)),
+    "$dtype": lambda c, d: DTYPES[c],
+    "$device": lambda c, d: torch.device(c),
+    "$tensor": lambda c, d: d.tensors[c],
+    "$numpy.str": lambda c, d: _numpy().str_(c),
+    "$numpy.bytes": lambda c, d: _numpy().bytes_(d.value(c)),
+    "$numpy.scalar": lambda c, d: _numpy().frombuffer(bytes.fromhex(c[1]), _numpy_dtype(c[0]))[0],
+    "$numpy.array": lambda c, d: d.numpy_array(c),
 }

@@ -1,0 +1,120 @@
+"""What is noted of the model's calls in a loop of the user's own, so that they can be made again on a bad day.
+
+References only: the inputs of the outermost module, random states, and the gradient that reached its output, where that
+is small. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.rng import RngState
+
+_MOST_CALLS = 16
+_LARGEST_GRADIENT = 32 << 20
+"""In bytes: a gradient that is kept lives until the step's reading has been heard of."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of the model. ``gradients`` are those of its outputs, None where there was none or it is too large."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rng: RngState | None
+    autocast: tuple[bool, torch.dtype]
+    gradients: list[Tensor | None] = field(default_factory=list)
+    misses_gradients: bool = False
+
+    def again(self, model: nn.Module) -> Tensor:
+        """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
+        outputs = list(_outputs(model(*self.args, **self.kwargs)))
+        forward_is_bad = any(not bool(torch.isfinite(output.detach()).all()) for output in outputs)
+        parts = []
+        for place, output in enumerate(outputs):
+            gradient = self.gradients[place] if place < len(self.gradients) and not forward_is_bad else None
+            wide = output if output.is_complex() else output.float()
+            parts.append((wide * (1.0 if gradient is None else gradient.detach().to(wide.dtype))).sum())
+        if not parts:
+            raise ValueError("the model gave no tensor that a gradient could reach")
+        return torch.stack([part.real if part.is_complex() else part for part in parts]).sum()
+
+
+class Ear:
+    """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
+
+    ``opens`` gives the list to write to, or None where calls are not to be noted now; ``note`` the random states.
+    """
+
+    def __init__(
+        self, opens: Callable[[], list[Call] | None], note: Callable[[], RngState | None], device: str
+    ) -> None:
+        self._opens, self._note, self._device = opens, note, device
+
+    def listen(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True)
+        model.register_forward_hook(_Hook(self.leave))
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls = self._opens()
+        if calls is None or not torch.is_grad_enabled():
+            return
+        if len(calls) >= _MOST_CALLS:
+            del calls[0]
+        mode = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        calls.append(Call(args, kwargs, self._note(), mode))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        calls = self._opens()
+        if not calls or not torch.is_grad_enabled():
+            return
+        call = calls[-1]
+        for place, tensor in enumerate(_outputs(output)):
+            call.gradients.append(None)
+            if tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
+                call.misses_gradients = True
+            else:
+                tensor.register_hook(_Saver(call.gradients, place))  # type: ignore[no-untyped-call]
+
+
+class _Hook:
+    """Does nothing in copies, pickles, and under ``torch.compile``."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None and not torch.compiler.is_compiling():
+            self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+class _Saver:
+    def __init__(self, into: list[Tensor | None], place: int) -> None:
+        self._into, self._place = into, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._into[self._place] = gradient
+
+
+def _outputs(tree: Any) -> Iterator[Tensor]:
+    """Tensors that a gradient can reach, in a fixed order."""
+    if isinstance(tree, Tensor):
+        if tree.requires_grad and (tree.is_floating_point() or tree.is_complex()):
+            yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _outputs(child)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _outputs(child)

@@ -1,0 +1,82 @@
+"""How a value was made: questions about the ops behind an operand."""
+
+from __future__ import annotations
+
+import torch
+
+from nanguard.diagnosis.provenance import STATE, Leaf, Note
+
+
+def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, str] | None:
+    """An eps on the way to a value that is zero in the format it was added in."""
+    if not isinstance(source, Note) or depth == 0:
+        return None
+    if source.op in ("add", "clamp", "clamp_min", "maximum", "sub", "rsub"):
+        kind = getattr(torch, source.dtype.removeprefix("torch."), torch.float32)
+        for scalar in source.scalars:
+            if 0 < abs(scalar) < 1e-3 and torch.tensor(scalar, dtype=torch.float64).to(kind).item() == 0:
+                return scalar, source.dtype.removeprefix("torch.")
+    if source.op in ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "mul", "unsqueeze", "pow"):
+        for parent in source.parents:
+            found = vanished_eps(parent, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+_NORMS = frozenset(("linalg_vector_norm", "norm", "frobenius_norm", "nuclear_norm", "linalg_matrix_norm", "hypot"))
+_PASSES = frozenset(
+    ("sum", "mean", "sqrt", "add", "clamp", "clamp_min", "maximum", "to_copy", "clone", "rsub", "abs", "mul", "dot")
+)
+
+
+def is_norm_of(denominator: object, numerator: object, depth: int = 8) -> bool:
+    """Whether a denominator is a norm of the numerator: one of torch's, or a root or sum of squares."""
+    if not isinstance(denominator, Note) or depth == 0:
+        return False
+    if denominator.op in _NORMS or _is_square(denominator):
+        reaches = any(parent is numerator or _came_from(parent, numerator) for parent in denominator.parents)
+        if reaches:
+            return True
+    if denominator.op in _NORMS:
+        return False
+    if denominator.op in _PASSES:
+        return any(is_norm_of(parent, numerator, depth - 1) for parent in denominator.parents)
+    return False
+
+
+def _is_square(note: Note) -> bool:
+    if note.op == "mul":
+        return len(note.parents) == 2 and note.parents[0] is note.parents[1]
+    return note.op in ("square", "abs") or (note.op == "pow" and 2.0 in note.scalars)
+
+
+def _came_from(value: object, other: object, depth: int = 3) -> bool:
+    """Whether one is the other, but for casts and copies."""
+    if value is other:
+        return True
+    for one, two in ((value, other), (other, value)):
+        is_copy = isinstance(one, Note) and one.op in ("to_copy", "clone")
+        if isinstance(one, Note) and is_copy and depth and any(_came_from(p, two, depth - 1) for p in one.parents):
+            return True
+    return False
+
+
+def is_norm(denominator: object, depth: int = 5) -> bool:
+    """Whether a denominator is a norm of anything."""
+    if not isinstance(denominator, Note) or depth == 0:
+        return False
+    if denominator.op in _NORMS:
+        return True
+    if denominator.op in ("clamp", "clamp_min", "add", "mul", "to_copy", "maximum"):
+        return any(is_norm(parent, depth - 1) for parent in denominator.parents)
+    return False
+
+
+def is_state(source: object, depth: int = 4) -> bool:
+    """Whether a value is optimizer state, as it lies there or written to in place."""
+    if isinstance(source, Leaf):
+        return bool(source.roots & STATE)
+    if isinstance(source, Note) and depth and source.in_place:
+        return bool(source.parents) and is_state(source.parents[0], depth - 1)
+    return False

@@ -1,0 +1,68 @@
+"""The tensors of a batch by name, and batches of some of its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """``batch["image"]``, ``batch[1].mask``: each tensor under the name by which the program reaches it."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, child in tree.items():
+            yield from named_tensors(child, f"{name}[{key!r}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for each in dataclasses.fields(tree):
+            yield from named_tensors(getattr(tree, each.name), f"{name}.{each.name}")
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        for key, child in zip(tree._fields, tree, strict=True):
+            yield from named_tensors(child, f"{name}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for place, child in enumerate(tree):
+            yield from named_tensors(child, f"{name}[{place}]")
+
+
+def num_samples(batch: Any) -> int | None:
+    """How many samples a batch holds: the first size that most of its tensors share; None where it cannot be said."""
+    sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.ndim]
+    if not sizes:
+        return None
+    (size, count), *others = Counter(sizes).most_common()
+    if others and others[0][1] == count and count == 1:
+        size = sizes[0]
+    return size if size > 0 else None
+
+
+def take(batch: Any, samples: Sequence[int], num: int) -> Any:
+    """The same batch with these samples only: whatever has ``num`` entries is cut, all else is kept whole."""
+    if isinstance(batch, Tensor):
+        if batch.ndim and batch.shape[0] == num:
+            return batch[torch.tensor(samples, device=batch.device)]
+        return batch
+    if isinstance(batch, Mapping):
+        cut = {key: take(child, samples, num) for key, child in batch.items()}
+        return cut if type(batch) is dict else _rebuilt(batch, cut)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {f.name: take(getattr(batch, f.name), samples, num) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **values)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(take(child, samples, num) for child in batch))
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == num and not any(isinstance(child, (Tensor, Mapping, list, tuple)) for child in batch):
+            return type(batch)(batch[i] for i in samples)
+        return type(batch)(take(child, samples, num) for child in batch)
+    return batch
+
+
+def _rebuilt(batch: Any, cut: dict[Any, Any]) -> Any:
+    try:
+        return type(batch)(cut)
+    except TypeError:
+        return cut

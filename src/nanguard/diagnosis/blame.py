@@ -1,0 +1,134 @@
+"""Which birth is to blame: the first, in the order of cause and effect, whose line reaches a loss or a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nanguard.diagnosis.provenance import Event, Note, Swallow
+from nanguard.diagnosis.trace import Trace
+
+_DISCARDS = frozenset(
+    [
+        "where",
+        "masked_fill",
+        "masked_scatter",
+        "nan_to_num",
+        "index",
+        "index_select",
+        "gather",
+        "select",
+        "slice",
+        "masked_select",
+        "index_put",
+        "index_copy",
+        "index_fill",
+        "scatter",
+        "take",
+        "narrow",
+        "topk",
+    ]
+)
+_MOST_LINKS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``event`` is to blame; ``chain`` leads from it to where it showed; ``harmless`` births reached nothing.
+
+    ``discarded`` is True where the forward pass threw the value away (``torch.where``, a mask) and only the derivative
+    brought it back.
+    """
+
+    event: Event
+    chain: tuple[Event, ...]
+    harmless: tuple[Event, ...]
+    discarded: bool = False
+
+
+def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
+    """``ends`` are the events where it showed; None where there are none."""
+    reached = ancestors(ends)
+    if not reached:
+        return None
+    suspects = [event for event in reached if is_suspect(event)]
+    suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
+    guilty = min(suspects or reached, key=lambda event: event.note.index)
+    harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
+    return Finding(
+        event=guilty,
+        chain=tuple(_path(ends, guilty)),
+        harmless=tuple(harmless[:_MOST_LINKS]),
+        discarded=guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends),
+    )
+
+
+def is_suspect(event: Event) -> bool:
+    """Whether an event could be a fault: not an infinity that was meant, nor one that was inherited."""
+    if event.kind in ("birth", "turned"):
+        return True
+    if event.kind == "outside":
+        return event.has_nan or not event.is_mask
+    return event.kind == "given" and event.has_nan
+
+
+def ancestors(ends: Iterable[Event]) -> list[Event]:
+    """These events and all before them."""
+    seen: dict[int, Event] = {}
+    waiting = list(ends)
+    while waiting:
+        event = waiting.pop()
+        if id(event) not in seen:
+            seen[id(event)] = event
+            waiting.extend(event.parents)
+    return list(seen.values())
+
+
+def above(event: Event) -> list[Event]:
+    """All events before this one."""
+    return [each for each in ancestors(event.parents) if each is not event]
+
+
+def _path(ends: Sequence[Event], start: Event) -> Iterable[Event]:
+    """The shortest way from an event to one of the ends."""
+    came_from: dict[int, Event | None] = {id(end): None for end in ends}
+    waiting = list(ends)
+    while waiting:
+        event = waiting.pop(0)
+        if event is start:
+            step: Event | None = event
+            while step is not None:
+                yield step
+                step = came_from[id(step)]
+            return
+        for parent in event.parents:
+            if id(parent) not in came_from:
+                came_from[id(parent)] = event
+                waiting.append(parent)
+
+
+def _was_discarded(trace: Trace, event: Event, ends: Sequence[Event]) -> bool:
+    """Whether no non-finite value of it stayed in the forward pass, and none was made finite by anything but choice."""
+    if any(end.note.phase == "forward" for end in ends):
+        return False
+    line = {id(event)}
+    for each in trace.events:
+        if any(id(parent) in line for parent in each.parents) and each.note.phase == "forward":
+            line.add(id(each))
+    ends_of_line = [s for s in trace.swallowed if s.note.phase == "forward" and any(id(e) in line for e in s.events)]
+    return bool(ends_of_line) and all(_is_choice(s) for s in ends_of_line)
+
+
+def _is_choice(swallow: Swallow) -> bool:
+    return swallow.note.op in _DISCARDS
+
+
+def feeds_a_module(trace: Trace, birth: Note) -> bool:
+    """Whether a value made outside any module goes into one."""
+    line = {id(birth)}
+    for note in trace.notes[birth.index + 1 :]:
+        if any(id(parent) in line for parent in note.parents):
+            if note.module and note.phase == "forward":
+                return True
+            line.add(id(note))
+    return False

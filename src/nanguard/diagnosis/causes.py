@@ -1,0 +1,415 @@
+"""The table of causes: from the op and what its operands held to the name of the fault, and why.
+
+Rules are tried from the top; the first that fits names the cause. A rule looks at values, never at names of programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
+from nanguard.diagnosis.blame import Finding, feeds_a_module
+from nanguard.diagnosis.evidence import Evidence
+from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Event, Note
+from nanguard.diagnosis.record import Cause, Operand
+from nanguard.diagnosis.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a rule is given."""
+
+    trace: Trace
+    finding: Finding
+
+    @property
+    def event(self) -> Event:
+        return self.finding.event
+
+    @property
+    def note(self) -> Note:
+        return self.event.note
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.event.evidence
+
+    @property
+    def op(self) -> str:
+        return self.note.op
+
+    @property
+    def is_birth(self) -> bool:
+        return self.event.kind == "birth"
+
+    @property
+    def dtype(self) -> str:
+        return self.note.dtype.removeprefix("torch.")
+
+
+Rule = Callable[[Case], tuple[Cause, str] | None]
+
+UNKNOWN: tuple[Cause, str] = ("unknown", "no rule fits what was seen")
+
+
+def name_cause(case: Case) -> tuple[Cause, str]:
+    """The cause and the sentence that gives the reason in numbers."""
+    for rule in RULES:
+        found = rule(case)
+        if found is not None:
+            return found
+    return UNKNOWN
+
+
+# ---- operands --------------------------------------------------------------------------------------------------------
+
+
+def _argument(case: Case) -> Operand | None:
+    """What a function of one argument was given."""
+    return case.evidence.operand("self", "input", "x")
+
+
+def _value(operand: Operand | None) -> float | None:
+    return None if operand is None else operand.value
+
+
+def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
+    """Numerator, denominator, and the name of the latter's argument."""
+    evidence = case.evidence
+    if case.op in ("reciprocal", "rsqrt"):
+        return Operand(name="one", value=1.0), evidence.operand("self"), "self"
+    if case.op == "addcdiv":
+        return evidence.operand("tensor1"), evidence.operand("tensor2"), "tensor2"
+    return evidence.operand("self"), evidence.operand("other"), "other"
+
+
+def is_label(case: Case) -> bool:
+    """Whether the value depends on the batch alone and the model never sees it: a target, not an input."""
+    roots = case.note.roots
+    if not roots & BATCH or roots & (PARAMETER | BUFFER | STATE) or case.note.phase != "forward":
+        return False
+    return not feeds_a_module(case.trace, case.note)
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return (
+        f"{value:,.0f}"
+        if value == int(value) and abs(value) < 1e5
+        else f"{value:.3g}"
+        if math.isfinite(value)
+        else str(value)
+    )
+
+
+def reach(operand: Operand | None) -> float:
+    """The largest absolute finite value."""
+    if operand is None or operand.low is None or operand.high is None:
+        return 0.0
+    return max(abs(operand.low), abs(operand.high))
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _ctc(case: Case) -> tuple[Cause, str] | None:
+    if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
+        return None
+    return "ctc_inf", "no alignment exists: a target is longer than its input allows, and the loss of it is infinite"
+
+
+def _custom_backward(case: Case) -> tuple[Cause, str] | None:
+    if not (case.note.is_custom and case.note.in_user_code and case.note.phase == "backward"):
+        return None
+    inner = _by_value(case)
+    why = f": {inner[1]}" if inner else ""
+    return "custom_backward_bug", f"the hand-written backward of {case.note.node} makes it of finite values{why}"
+
+
+def _discarded(case: Case) -> tuple[Cause, str] | None:
+    if not case.finding.discarded:
+        return None
+    return (
+        "zero_times_inf",
+        f"{case.op} is infinite where its result is not used; the forward pass drops it, and the derivative multiplies "
+        "a gradient of 0 by that infinity",
+    )
+
+
+def _by_value(case: Case) -> tuple[Cause, str] | None:
+    for rule in _VALUE_RULES:
+        found = rule(case)
+        if found is not None:
+            return found
+    return None
+
+
+def _root_gradient(case: Case) -> tuple[Cause, str] | None:
+    """The derivative of a root at zero; of acos and asin at the ends of their domain."""
+    if case.note.phase != "backward" or case.note.in_user_code:
+        return None
+    node = case.note.node
+    if node in ("acos", "asin", "acosh", "atanh", "erfinv", "linalg_vector_norm_angle"):
+        return "acos_asin_domain", f"the derivative of {node} is infinite at the end of its domain"
+    if node in ("sqrt", "hypot", "cdist", "euclidean_dist", "norm", "linalg_vector_norm", "std", "pairwise_distance"):
+        if case.evidence.finite_in and not _divides_by_zero(case):
+            return None
+        return "sqrt_grad_at_zero", f"the derivative of {node} at 0 is infinite, and an operand is exactly 0"
+    if node == "pow" and case.op == "pow":
+        base, exponent = _value(case.evidence.operand("self")), _value(case.evidence.operand("exponent"))
+        if base == 0 and exponent is not None and exponent < 0:
+            return "sqrt_grad_at_zero", f"the derivative of x**{exponent + 1:g} at 0 is infinite"
+    if node.startswith("linalg_") and node.removeprefix("linalg_") in ("svd", "eigh", "eig", "qr", "svdvals"):
+        return (
+            "div_by_zero",
+            f"the derivative of {node} divides by differences of singular or eigenvalues, and two are equal",
+        )
+    return None
+
+
+def _divides_by_zero(case: Case) -> bool:
+    _, below, _ = _fraction(case)
+    return _value(below) == 0
+
+
+def _exp(case: Case) -> tuple[Cause, str] | None:
+    if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
+        return None
+    top = _argument(case)
+    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8}.get(case.dtype, 88.7)
+    return "exp_overflow", f"{case.op} of {number(_value(top))} exceeds {case.dtype}: it ends at about {limit}"
+
+
+def _log(case: Case) -> tuple[Cause, str] | None:
+    if case.op in ("linalg_slogdet", "slogdet", "logdet"):
+        return ("log_of_negative" if case.evidence.is_nan else "log_of_zero"), "the determinant is not positive"
+    if case.op not in ("log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
+        return None
+    name = "other" if "xlog" in case.op else "self"
+    value = _value(case.evidence.operand(name, "self"))
+    if value is None:
+        return None
+    shifted = value + 1 if case.op in ("log1p", "xlog1py") else value
+    if case.op == "logit":
+        shifted = min(value, 1 - value)
+    if shifted < 0:
+        if is_label(case):
+            return "label_out_of_domain", f"{case.op} of a target of {number(value)}: it must not be negative"
+        return "log_of_negative", f"{case.op} of {number(value)}, which is outside its domain"
+    if shifted == 0:
+        eps = vanished_eps(case.evidence.source(name))
+        if eps is not None:
+            return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:g} that was added is 0 in {eps[1]}"
+        return "log_of_zero", f"{case.op} of {number(value)}" + (" (exactly)" if value else "")
+    return None
+
+
+def _divide(case: Case) -> tuple[Cause, str] | None:
+    if case.op not in ("div", "true_divide", "divide", "reciprocal", "addcdiv", "rsqrt", "remainder", "fmod"):
+        return None
+    top, below, name = _fraction(case)
+    divisor, dividend = _value(below), _value(top)
+    if divisor is None:
+        return None
+    source, over = case.evidence.source(name), case.evidence.source("self" if case.op != "addcdiv" else "tensor1")
+    if case.op == "rsqrt" and divisor < 0:
+        return "sqrt_of_negative", f"rsqrt of {number(divisor)}"
+    if divisor == 0:
+        eps = vanished_eps(source)
+        if eps is not None:
+            why = f"the eps of {eps[0]:g} that was added to the denominator is 0 in {eps[1]}"
+            return ("optimizer_eps_underflow" if case.note.phase == "optimizer" else "eps_underflow"), why
+        if is_norm_of(source, over):
+            return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
+        if dividend == 0:
+            return "zero_over_zero", "0 / 0"
+        if is_norm(source) and not is_norm(over):
+            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
+        return "div_by_zero", f"{number(dividend)} / 0"
+    if not case.is_birth or dividend is None or not math.isfinite(divisor):
+        return None
+    if abs(divisor) < 1e-4 and case.evidence.finite_in != "fp32":
+        if is_norm_of(source, over) or is_norm(source):
+            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
+        return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
+    return None
+
+
+def _sqrt(case: Case) -> tuple[Cause, str] | None:
+    value = _value(_argument(case))
+    if case.op != "sqrt" or value is None or value >= 0:
+        return None
+    if is_label(case):
+        return "label_out_of_domain", f"sqrt of a target of {number(value)}"
+    if case.note.phase == "optimizer" and is_state(case.evidence.source("self")):
+        return "optimizer_state_corrupted", f"sqrt of {number(value)}: a second moment can never be negative"
+    return "sqrt_of_negative", f"sqrt of {number(value)}"
+
+
+def _pow(case: Case) -> tuple[Cause, str] | None:
+    if case.op not in ("pow", "float_power"):
+        return None
+    base, exponent = (_value(case.evidence.operand(name)) for name in ("self", "exponent"))
+    if base is None or exponent is None:
+        return None
+    if base < 0 and exponent != int(exponent):
+        if is_label(case):
+            return "label_out_of_domain", f"a target of {number(base)} to the power of {exponent:g}"
+        return "pow_negative_base", f"{number(base)} to the power of {exponent:g}"
+    if base == 0 and exponent < 0:
+        return "div_by_zero", f"0 to the power of {exponent:g}"
+    return None
+
+
+def _domain(case: Case) -> tuple[Cause, str] | None:
+    value = _value(_argument(case))
+    if case.op not in ("acos", "asin", "acosh", "atanh", "erfinv", "special_ndtri") or value is None:
+        return None
+    return "acos_asin_domain", f"{case.op} of {value:.8g}, which is at or beyond the end of its domain"
+
+
+def _gamma(case: Case) -> tuple[Cause, str] | None:
+    value = _value(_argument(case))
+    if case.op not in ("lgamma", "digamma", "polygamma", "mvlgamma", "special_gammaln", "igamma", "igammac"):
+        return None
+    if value is None or value > 0:
+        return None
+    if is_label(case):
+        return (
+            "label_out_of_domain",
+            f"{case.op} of {number(value)}, made of the batch alone: a target is out of its domain",
+        )
+    return "log_of_zero", f"{case.op} has a pole at {number(value)}"
+
+
+def _statistic(case: Case) -> tuple[Cause, str] | None:
+    count = case.evidence.count
+    spread = case.op in ("std", "var", "std_mean", "var_mean") or case.note.node in (
+        "std",
+        "var",
+        "std_mean",
+        "var_mean",
+    )
+    if count is not None and case.op in ("std", "var", "std_mean", "var_mean") and count <= case.evidence.correction:
+        return (
+            "std_of_single_element",
+            f"{case.op} over {count} element{'s' * (count != 1)} divides by {count} - {case.evidence.correction:g}",
+        )
+    if spread and case.note.phase == "backward" and not case.evidence.finite_in:
+        if case.evidence.output is not None and _statistic_of_one(case):
+            return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 0"
+        return "sqrt_grad_at_zero", f"the derivative of {case.note.node} is infinite where all elements are equal"
+    if count == 0:
+        return "zero_over_zero", f"{case.op} over nothing: every element was left out"
+    return None
+
+
+def _statistic_of_one(case: Case) -> bool:
+    return any(operand.value == 0 for operand in case.evidence.operands if not operand.dtype)
+
+
+def _softmax(case: Case) -> tuple[Cause, str] | None:
+    if not case.evidence.dead_rows:
+        return None
+    return "masked_softmax_all_neg_inf", "every entry of a row is -inf: the mask leaves nothing to attend to or choose"
+
+
+def _infinities(case: Case) -> tuple[Cause, str] | None:
+    if case.is_birth:
+        return None
+    values = [operand.value for operand in case.evidence.operands if operand.value is not None]
+    if case.op in (
+        "sub",
+        "add",
+        "rsub",
+        "sum",
+        "mean",
+        "cumsum",
+        "lerp",
+        "logaddexp",
+        "logcumsumexp",
+        "baddbmm",
+        "logsumexp",
+        "var",
+        "std",
+        "std_mean",
+        "var_mean",
+        "native_layer_norm",
+    ):
+        return "inf_minus_inf", "two infinities are subtracted from each other"
+    if case.note.node in ("logsumexp", "log_softmax", "softmax", "logcumsumexp"):
+        return "inf_minus_inf", "two infinities are subtracted from each other in the derivative"
+    if case.op in ("softmax", "log_softmax", "cos", "sin", "tan"):
+        return "inf_minus_inf", f"{case.op} of an infinity"
+    if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
+        return "inf_minus_inf", "an infinity is divided by an infinity"
+    return "zero_times_inf", "0 is multiplied by an infinity"
+
+
+def _overflow(case: Case) -> tuple[Cause, str] | None:
+    """Finite in a wider format, or by far the largest of its operands."""
+    if not case.is_birth:
+        return None
+    wide, dtype = case.evidence.finite_in, case.dtype
+    biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
+    if wide == "fp32" and dtype == "float16":
+        return (
+            "overflow_fp16",
+            f"operands reach {biggest:.3g} and the result exceeds 65504, where fp16 ends; in fp32 this op is finite",
+        )
+    if wide:
+        return (
+            "overflow_any_precision",
+            f"operands reach {biggest:.3g} and the result exceeds {dtype}, which ends at 3.4e38",
+        )
+    return None
+
+
+def _normalisation(case: Case) -> tuple[Cause, str] | None:
+    if case.op not in (
+        "native_layer_norm",
+        "native_batch_norm",
+        "native_group_norm",
+        "batch_norm",
+        "fused_rms_norm",
+        "rms_norm",
+    ):
+        return None
+    eps = _value(case.evidence.operand("eps"))
+    if case.is_birth and not case.evidence.finite_in and eps is not None:
+        kind = "eps_underflow" if eps else "zero_over_zero"
+        return kind, f"a row without variance is divided by the root of eps={eps:g}"  # type: ignore[return-value]
+    return None
+
+
+def _loss_over_nothing(case: Case) -> tuple[Cause, str] | None:
+    if "loss" in case.op and case.is_birth and not case.evidence.finite_in:
+        return "zero_over_zero", f"{case.op} averages over nothing: no target counts"
+    return None
+
+
+_VALUE_RULES: tuple[Rule, ...] = (
+    _exp,
+    _log,
+    _divide,
+    _sqrt,
+    _pow,
+    _domain,
+    _gamma,
+    _statistic,
+    _softmax,
+    _normalisation,
+    _infinities,
+    _overflow,
+    _loss_over_nothing,
+)
+
+RULES: tuple[Rule, ...] = (_ctc, _custom_backward, _discarded, _root_gradient, _by_value)
+
+
+def all_rules() -> Iterable[Rule]:
+    """Every rule of the table, for whoever checks that each is tested."""
+    yield from (*RULES[:-1], *_VALUE_RULES)

@@ -1,0 +1,177 @@
+"""When to examine a step, how deeply, and by what was captured of it: the guard's side of diagnosis.
+
+A fault in the diagnosis itself is logged and never stops a run that is safe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from nanguard.bench import Bench
+from nanguard.diagnosis.doctor import Doctor
+from nanguard.diagnosis.exam import Exam, Past
+from nanguard.diagnosis.live import Live
+from nanguard.diagnosis.record import Diagnosis, Fix
+from nanguard.records import Reading
+from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.runlog import plain
+from nanguard.window import Microbatch, Window
+
+log = logging.getLogger("nanguard")
+
+How = Literal["auto", "full", "brief", "off"]
+Kind = tuple[str, ...]
+
+_MOST_REPEATS = 8
+"""After so many examinations that all ended alike, the next ones are taken for the same."""
+
+
+class Clinic:
+    """``"auto"`` examines the first step of a kind fully and repeats briefly; the others do as they say."""
+
+    def __init__(self, bench: Bench, rehearsal: Rehearsal, how: How) -> None:
+        self._bench, self._how = bench, how
+        self._doctor = Doctor(bench, rehearsal)
+        self.live = Live(bench)
+        self._seen: Counter[Kind] = Counter()
+        self._last: Diagnosis | None = None
+        self._in_a_row = 0
+
+    def examine(self, window: Window, reading: Reading, past: Past, *, update: bool = False) -> Diagnosis | None:
+        """Called with the world as the failing step found it. None where nothing could be found out or nobody asked."""
+        if self._how == "off":
+            return None
+        if self._last is not None and self._in_a_row >= _MOST_REPEATS and self._how == "auto":
+            note = f"not examined: the {self._in_a_row} before it all ended alike"
+            return replace(
+                self._last, step=reading.step, batch=reading.batch, epoch=reading.epoch, samples=(), notes=(note,)
+            )
+        diagnosis = None
+        if self._is_concerned(reading):
+            try:
+                diagnosis = self._by_what_was_captured(window, reading, past, update)
+            except Exception:
+                log.warning("step %d could not be examined", reading.step, exc_info=True)
+        diagnosis = self._shared(diagnosis)
+        if diagnosis is not None:
+            self._remember(diagnosis)
+        return diagnosis
+
+    def _is_concerned(self, reading: Reading) -> bool:
+        """Whether this rank saw something of its own; where nobody knows, all of them look."""
+        ranks = [flags.rank for flags in reading.ranks]
+        return not ranks or self._bench.ranks.rank in ranks
+
+    def _shared(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
+        """That of the first rank that has one: all ranks go by the same."""
+        if self._bench.ranks.size == 1:
+            return diagnosis
+        source, text = self._bench.ranks.share("" if diagnosis is None else json.dumps(plain(diagnosis.as_dict())))
+        if source == self._bench.ranks.rank:
+            return diagnosis
+        return Diagnosis.from_dict(json.loads(text)) if text else None
+
+    def _by_what_was_captured(self, window: Window, reading: Reading, past: Past, update: bool) -> Diagnosis | None:
+        """The whole step where the guard ran it; else as it was traced live; else the model from its inputs."""
+        if self._bench.ranks.size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in self._bench.modules):
+            return None  # its forward pass waits for the other ranks, which may not be looking
+        if window.rerunnable and window.microbatches:
+            return self._doctor.examine(window, reading, past, self._is_deep, update=update)
+        if window.live is not None and not window.live.is_finite:
+            exam = Exam(self._bench, window, window.live, past, None)
+            return replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+        diagnosis = self._of_calls(window, reading, past) if window.calls else None
+        if diagnosis is None or diagnosis.cause == "unknown":
+            self.live.arm()
+            note = f"the next {self.live.left} steps are traced as they run"
+            diagnosis = diagnosis or _of_nothing(reading)
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
+        return diagnosis
+
+    def _of_calls(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
+        """The model from its captured inputs, with the gradient that reached its output."""
+        micros = [
+            Microbatch(_call_again, call, call.rng, reduce_gradients=False, autocast=call.autocast)
+            for call in window.calls
+        ]
+        again = replace(window, rerunnable=True, divisor=1, microbatches=micros)
+        scaler, self._bench.scaler = self._bench.scaler, None  # the captured gradients are scaled already
+        try:
+            diagnosis = self._doctor.examine(again, reading, past, self._is_deep)
+        finally:
+            self._bench.scaler = scaler
+        if diagnosis is None:
+            return None
+        from_outside = diagnosis.phase == "data" and ".gradients" in diagnosis.because
+        if not diagnosis.repeats or from_outside:
+            missed = any(call.misses_gradients for call in window.calls)
+            return _of_code_around(diagnosis, missed=missed, gradient_is_bad=from_outside)
+        return replace(diagnosis, capture="module")
+
+    def _is_deep(self, diagnosis: Diagnosis) -> bool:
+        """Whether to go on from what the trace says to experiments."""
+        return self._how == "full" or (self._how == "auto" and not self._seen[_kind(diagnosis)])
+
+    def _remember(self, diagnosis: Diagnosis) -> None:
+        kind = _kind(diagnosis)
+        same = self._last is not None and _kind(self._last) == kind
+        self._in_a_row = self._in_a_row + 1 if same else 1
+        self._seen[kind] += 1
+        self._last = diagnosis
+
+    def kinds(self) -> Sequence[Kind]:
+        """What has been seen so far."""
+        return tuple(self._seen)
+
+
+def _kind(diagnosis: Diagnosis) -> Kind:
+    return diagnosis.phase, diagnosis.cause, diagnosis.op, diagnosis.module
+
+
+def _call_again(model: Any, call: Any) -> Tensor:
+    loss: Tensor = call.again(model)
+    return loss
+
+
+def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool) -> Diagnosis:
+    """The model itself is finite on what it was given: the fault is in the code around it."""
+    if gradient_is_bad:
+        because = "the gradient that reaches the model's output is non-finite already: it is born in the loss"
+    elif missed:
+        because = "the model's forward pass is finite; the gradient of its output was too large to be kept"
+    else:
+        because = "the model is finite on what it was given, forward and backward: it is born in the code around it"
+    return Diagnosis(
+        phase="backward" if gradient_is_bad else diagnosis.phase,
+        cause="unknown",
+        because=because,
+        tried=diagnosis.tried,
+        fix=Fix(words="hand the loss over too, guard.step(loss_fn, batch), to have it found"),
+        capture="module",
+        step=diagnosis.step,
+        epoch=diagnosis.epoch,
+        batch=diagnosis.batch,
+        rank=diagnosis.rank,
+        device=diagnosis.device,
+        num_replays=diagnosis.num_replays,
+        seconds=diagnosis.seconds,
+    )
+
+
+def _of_nothing(reading: Reading) -> Diagnosis:
+    return Diagnosis(
+        phase="forward" if "loss" in reading.found else "backward",
+        cause="unknown",
+        because="nothing of this step was captured that could be run again",
+        fix=Fix(words="call the model inside `with guard.autocast():`, or use guard.step(loss_fn, batch)"),
+        step=reading.step,
+        epoch=reading.epoch,
+        batch=reading.batch,
+    )

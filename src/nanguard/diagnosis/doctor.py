@@ -1,0 +1,156 @@
+"""Examines a failing step: replays it, finds the birth, names the cause, and tries what would have helped.
+
+Called with the world as the failing step found it; leaves it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from nanguard.bench import Bench
+from nanguard.diagnosis import authorship, blame
+from nanguard.diagnosis.births import of_birth
+from nanguard.diagnosis.exam import Exam, Past, device_name, link_of, links_of, parameters_in
+from nanguard.diagnosis.process import as_a_process
+from nanguard.diagnosis.provenance import Note
+from nanguard.diagnosis.record import Diagnosis, Fix, Source, Trial
+from nanguard.diagnosis.remedies import REMEDIES
+from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.source import source_of
+from nanguard.diagnosis.strangers import of_stranger
+from nanguard.diagnosis.trace import Trace
+from nanguard.diagnosis.trials import Trials
+from nanguard.diagnosis.watched import Run
+from nanguard.records import Reading
+from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.window import Window
+
+_BUDGET = 40.0
+"""How many times the time of one replay all experiments together may take."""
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
+
+
+class Doctor:
+    """For one guarded run."""
+
+    def __init__(self, bench: Bench, rehearsal: Rehearsal) -> None:
+        self._bench, self._rehearsal = bench, rehearsal
+
+    def examine(
+        self,
+        window: Window,
+        reading: Reading | None,
+        past: Past,
+        is_deep: Callable[[Diagnosis], bool],
+        *,
+        update: bool = False,
+    ) -> Diagnosis | None:
+        """``reading`` is what was measured of the step, None where nothing was. Waits for the device.
+
+        Experiments are made where ``is_deep`` says so of what the trace has found. With ``update`` the optimizers'
+        update is traced too. None where all is finite and nothing was measured before that was not.
+        """
+        replay = Replay(self._bench, self._rehearsal, window)
+        run = replay.watched(update=update)
+        if reading is not None and reading.damaged:
+            run = _before_the_damage(replay, past) or run
+        exam = Exam(self._bench, window, run, past, replay)
+        if not run.is_finite:
+            diagnosis = self.read(exam)
+            if is_deep(diagnosis):
+                diagnosis = replace(Trials(replay, _BUDGET).made(diagnosis, run), depth="full")
+        elif reading is not None:
+            diagnosis = self._of_what_does_not_repeat(exam, replay, reading)
+        else:
+            return None
+        diagnosis = replace(diagnosis, num_replays=replay.num, seconds=round(replay.seconds, 3), capture="step")
+        return self.located(diagnosis, exam, reading)
+
+    def read(self, exam: Exam) -> Diagnosis:
+        """What a trace says, without any experiment but that of older weights."""
+        finding = blame.find(exam.run.trace, exam.run.ends)
+        if finding is None:
+            return Diagnosis(phase="forward", cause="unknown", because="it showed, but no op was seen to make it")
+        diagnosis = of_stranger(exam, finding)
+        if diagnosis is None:
+            diagnosis = as_a_process(exam, of_birth(exam, finding), finding.event)
+        remedy = REMEDIES[diagnosis.cause]
+        return replace(
+            diagnosis,
+            chain=links_of(finding.chain),
+            harmless=tuple(link_of(event) for event in finding.harmless),
+            trail=exam.trail(),
+            fix=Fix(words=remedy.words),
+            remedies=remedy.helps,
+        )
+
+    def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:
+        """With step, batch, rank and device."""
+        window, bench = exam.window, self._bench
+        return replace(
+            diagnosis,
+            step=window.step if reading is None else reading.step,
+            epoch=window.epoch,
+            batch=window.batch,
+            microbatch=exam.run.microbatch if len(window.microbatches) > 1 else None,
+            rank=bench.ranks.rank,
+            device=device_name(bench.device),
+        )
+
+    # ---- what does not repeat ------------------------------------------------------------------------------------
+
+    def _of_what_does_not_repeat(self, exam: Exam, replay: Replay, reading: Reading) -> Diagnosis:
+        """Two clean replays: not the program, but hardware, a race, or a hook that is no part of the graph."""
+        again = replay.is_finite()
+        in_backward = "loss" not in reading.found
+        module, note = _last_used(exam.run.trace, reading.gradients) if in_backward else ("", None)
+        hook = _line_of_a_hook(exam) if in_backward else None
+        where = f"rank {self._bench.ranks.rank}, {device_name(self._bench.device)}"
+        remedy = REMEDIES["nondeterministic_hardware_fault"]
+        return Diagnosis(
+            phase="optimizer" if "update" in reading.found else "backward" if in_backward else "forward",
+            cause="nondeterministic_hardware_fault",
+            op="" if note is None else note.name,
+            module=module,
+            source=hook or (None if note is None else source_of(note.place)),
+            because=f"with the same data and random states it is finite {1 + again} times in a row ({where})",
+            evidence=() if hook is None else (f"a gradient hook of the program runs in backward, set at {hook}",),
+            tried=(
+                Trial(what="the same step again, watched", result="finite"),
+                Trial(what="the same step once more", result="finite" if again else "non-finite"),
+            ),
+            fix=Fix(words=remedy.words),
+            remedies=remedy.helps,
+            confidence="likely" if again else "guess",
+            repeats=False,
+            depth="full",
+            notes=("a program that draws from generators torch does not know of would look the same",),
+        )
+
+
+def _before_the_damage(replay: Replay, past: Past) -> Run | None:
+    """The step on weights that were still good; None where there are none, or the step does no harm to them."""
+    if past.older_weights is None:
+        return None
+    with past.older_weights() as there_are:
+        run = replay.watched() if there_are else None
+    return None if run is None or run.is_finite else run
+
+
+def _line_of_a_hook(exam: Exam) -> Source | None:
+    if exam.run.hooks:
+        return source_of(exam.run.hooks[0][0])
+    lines = (authorship.line_that_calls(name, exam.files()) for name in _HOOKS)
+    return next(filter(None, lines), None)
+
+
+def _last_used(trace: Trace, names: Sequence[str]) -> tuple[str, Note | None]:
+    """Of some parameters, the one that the forward pass uses last, which backward reaches first: its module and op."""
+    best: tuple[str, Note | None] = (names[0].rpartition(".")[0] if names else "", None)
+    for note in trace.notes:
+        if note.phase == "forward" and note.op not in ("to_copy", "clone"):
+            for name in parameters_in(note):
+                best = (name.rpartition(".")[0], note) if name in names else best
+    return best

@@ -1,0 +1,285 @@
+"""What speaks about the birth of a non-finite value, gathered while its operands are still there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanguard.diagnosis.look import can_look, census, largest, look, place_of_first, rows_all_neginf, value_at
+from nanguard.diagnosis.record import Operand
+
+_MOST_RECOMPUTED = 1 << 28
+_MOST_SAMPLES = 64
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(slots=True)
+class Evidence:
+    """``sources`` are the ops that made the operands, in their order.
+
+    ``finite_in`` names the wider format in which the very same op is finite on the very same values, if any is, and
+    ``wide_reach`` the largest value there.
+    ``dead_rows`` says that a softmax was given rows of nothing but ``-inf``; ``count`` over how many elements a
+    statistic was taken, ``correction`` how many degrees of freedom it takes off.
+    """
+
+    operands: tuple[Operand, ...] = ()
+    sources: tuple[Any, ...] = ()
+    output: Operand | None = None
+    element: tuple[int, ...] | None = None
+    samples: tuple[int, ...] = ()
+    finite_in: str = ""
+    is_nan: bool = False
+    dead_rows: bool = False
+    count: int | None = None
+    correction: float = 0.0
+    is_mask: bool = False
+    wide_reach: float = 0.0
+
+    def operand(self, *names: str) -> Operand | None:
+        """The first of these that there is; a number counts as one."""
+        for name in names:
+            for operand in self.operands:
+                if operand.name == name:
+                    return operand
+        return None
+
+    def source(self, name: str) -> Any:
+        """What made an operand."""
+        for operand, source in zip(self.operands, self.sources, strict=False):
+            if operand.name == name:
+                return source
+        return None
+
+
+def without_evidence() -> Evidence:
+    return Evidence()
+
+
+def new_places(output: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
+    """Where a pointwise op made something non-finite of finite values; None where it nowhere did."""
+    mask = ~torch.isfinite(real_like(output))
+    for tensor in inputs:
+        if not can_look(tensor):
+            continue
+        try:
+            mask &= torch.isfinite(real_like(tensor)).expand(mask.shape)
+        except RuntimeError:
+            return None
+    return mask if bool(mask.any()) else None
+
+
+def real_like(tensor: Tensor) -> Tensor:
+    return tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+
+
+def gather(
+    func: Any,
+    is_pointwise: bool,
+    args: Any,
+    kwargs: Any,
+    values: Sequence[tuple[str, Tensor]],
+    sources: Sequence[Any],
+    before: Mapping[int, Tensor],
+    output: Tensor,
+) -> Evidence:
+    """``values`` are the operands as they were before the op ran, ``before`` those of them that it wrote to."""
+    evidence = Evidence()
+    bad = _offending(output, [v for _, v in values] if is_pointwise else [])
+    evidence.element = place_of_first(bad) if bad.ndim else ()
+    evidence.samples = _rows(bad)
+    evidence.is_nan = bool(torch.isnan(real_like(output)[evidence.element]))
+    evidence.output = _operand("output", output)
+    operands, made_by = [], []
+    for (name, tensor), source in zip(values, sources, strict=True):
+        if not can_look(tensor) and not (tensor.numel() == 0 and tensor.is_floating_point()):
+            continue
+        value = value_at(tensor, output.shape, evidence.element) if is_pointwise else None
+        operands.append(_operand(name, tensor, value))
+        made_by.append(source)
+    operands += [Operand(name=name, value=number) for name, number in _scalars(func, args, kwargs)]
+    evidence.operands, evidence.sources = tuple(operands), tuple(made_by)
+    _special(evidence, func, args, kwargs, values)
+    evidence.finite_in, evidence.wide_reach = finite_in_wider(func, args, kwargs, before)
+    return evidence
+
+
+def _offending(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """The elements to look at: new ones before inherited ones, NaN before Inf."""
+    out = real_like(output)
+    new = new_places(output, inputs) if inputs else None
+    mask = ~torch.isfinite(out) if new is None else new
+    nans = torch.isnan(out) & mask
+    if new is None:
+        for tensor in inputs:
+            if can_look(tensor):
+                try:
+                    nans &= ~torch.isnan(real_like(tensor)).expand(nans.shape)
+                except RuntimeError:
+                    break
+    return nans if bool(nans.any()) else mask
+
+
+def _rows(bad: Tensor) -> tuple[int, ...]:
+    """Which entries of the first dimension are concerned."""
+    if bad.ndim == 0:
+        return ()
+    rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten()
+    return tuple(int(row) for row in rows[:_MOST_SAMPLES])
+
+
+def _operand(name: str, tensor: Tensor, value: float | None = None) -> Operand:
+    seen = census(tensor)
+    return Operand(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        low=seen.low if seen.num else None,
+        high=seen.high if seen.num else None,
+        num_nan=seen.num_nan,
+        num_inf=seen.num_inf,
+        value=value,
+    )
+
+
+def _scalars(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, float]]:
+    names = [argument.name for argument in func._schema.arguments]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, float(value)
+
+
+def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequence[tuple[str, Tensor]]) -> None:
+    """What single kinds of op have to say."""
+    op = str(func.overloadpacket.__name__).strip("_")
+    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+    named.update(kwargs)
+    first = values[0][1] if values else None
+    if first is None:
+        return
+    if op in ("softmax", "log_softmax", "logsumexp", "safe_softmax"):
+        dim = named.get("dim", -1)
+        for each in dim if isinstance(dim, (list, tuple)) else [dim]:
+            evidence.dead_rows = evidence.dead_rows or bool(rows_all_neginf(first, int(each)).any())
+    elif "scaled_dot_product" in op:
+        evidence.dead_rows = _masks_all(named)
+    elif op in ("std", "var", "std_mean", "var_mean", "native_batch_norm", "cudnn_batch_norm"):
+        evidence.count = _count(first, named.get("dim"))
+        correction = named.get("correction", named.get("unbiased", 1))
+        evidence.correction = 1.0 if correction is None else float(correction)
+    elif op in ("mean", "sum", "nanmean", "median", "amax", "amin", "native_layer_norm", "native_group_norm"):
+        evidence.count = _count(first, named.get("dim"))
+    elif op in ("log", "log2", "log10"):
+        evidence.is_mask = _is_mask(evidence, first)
+    if "nll_loss" in op:
+        total = [v for v in values if v[0] == "total_weight"]
+        target = next((v for name, v in values if name == "target"), None)
+        ignored = named.get("ignore_index", -100)
+        if target is not None and not total:
+            evidence.count = int((target != ignored).sum())
+
+
+def _masks_all(named: Mapping[str, Any]) -> bool:
+    """Whether an attention mask leaves nothing to some query."""
+    for name in ("attn_mask", "attn_bias"):
+        mask = named.get(name)
+        if isinstance(mask, Tensor):
+            blocked = ~mask if mask.dtype is torch.bool else torch.isneginf(mask)
+            if bool(blocked.all(-1).any()):
+                return True
+    return False
+
+
+def _count(tensor: Tensor, dim: Any) -> int:
+    if dim is None or dim == []:
+        return tensor.numel()
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    return math.prod(tensor.shape[int(d)] for d in dims) if tensor.ndim else 1
+
+
+def _is_mask(evidence: Evidence, tensor: Tensor) -> bool:
+    """The logarithm of zeros and ones alone is a mask in log-space, and meant."""
+    if evidence.is_nan or not can_look(tensor):
+        return False
+    seen = look(tensor)
+    return seen.low == 0.0 and seen.high == 1.0 and bool(((tensor == 0) | (tensor == 1)).all()) and tensor.numel() > 1
+
+
+def finite_in_wider(func: Any, args: Any, kwargs: Any, before: Mapping[int, Tensor]) -> tuple[str, float]:
+    """The narrowest wider format in which the op is finite on the same values: ``fp32``, ``float64`` or none.
+
+    And how large the result is in it.
+    """
+    for rounds, name in ((1, "fp32"), (2, "float64")):
+        narrow = _narrowest((args, kwargs))
+        if narrow is torch.float32 and name == "fp32":
+            continue
+        try:
+            budget = [_MOST_RECOMPUTED]
+            wide = [_widened(tree, before, rounds, budget) for tree in (args, kwargs)]
+            with torch.no_grad():
+                result = func(*wide[0], **wide[1])
+        except Exception:  # not every op knows every format, and memory may end
+            return "", 0.0
+        outputs = [t for t in _leaves(result) if can_look(t)] or [t for t in _leaves(wide[0]) if can_look(t)][:1]
+        if outputs and all(look(t).is_finite for t in outputs):
+            return name, max(largest(t) for t in outputs)
+    return "", 0.0
+
+
+def _narrowest(tree: Any) -> torch.dtype:
+    kinds = {t.dtype for t in _leaves(tree) if t.is_floating_point()} | set(_dtypes(tree))
+    for kind in (torch.float16, torch.bfloat16, torch.float32):
+        if kind in kinds:
+            return kind
+    return torch.float64
+
+
+def _widened(tree: Any, before: Mapping[int, Tensor], rounds: int, budget: list[int]) -> Any:
+    if isinstance(tree, Tensor):
+        value = before.get(id(tree), tree)
+        wide = value.dtype
+        for _ in range(rounds):
+            wide = _WIDER.get(wide, wide)
+        if wide is torch.float32 and rounds == 2:
+            wide = torch.float64
+        budget[0] -= value.numel()
+        if budget[0] < 0:
+            raise MemoryError
+        return value.detach().to(wide).clone() if value is not tree or wide is not value.dtype else value.detach()
+    if isinstance(tree, torch.dtype):
+        for _ in range(rounds):
+            tree = _WIDER.get(tree, tree)
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_widened(child, before, rounds, budget) for child in tree)
+    if isinstance(tree, dict):
+        return {key: _widened(child, before, rounds, budget) for key, child in tree.items()}
+    return tree
+
+
+def _leaves(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _leaves(child)
+    elif isinstance(tree, dict):
+        for child in tree.values():
+            yield from _leaves(child)
+
+
+def _dtypes(tree: Any) -> Iterable[torch.dtype]:
+    if isinstance(tree, torch.dtype):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _dtypes(child)
+    elif isinstance(tree, dict):
+        for child in tree.values():
+            yield from _dtypes(child)

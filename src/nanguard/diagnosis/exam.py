@@ -1,0 +1,146 @@
+"""What an examination has to go by, and small answers that all its parts need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from nanguard.bench import Bench
+from nanguard.diagnosis.batches import num_samples
+from nanguard.diagnosis.inventory import Inventory
+from nanguard.diagnosis.provenance import Event, Leaf, Note
+from nanguard.diagnosis.record import Link, Operand, Stretch
+from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.source import source_of
+from nanguard.diagnosis.watched import Run
+from nanguard.records import Reading
+from nanguard.window import Window
+
+OlderWeights = Callable[[], AbstractContextManager[bool]]
+
+_MOST_STRETCHES, _STRETCHES_BEHIND = 64, 2
+_DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "stack"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What the guard remembers: readings of healthy steps before, and the weights of the oldest good snapshot."""
+
+    readings: Sequence[Reading] = ()
+    older_weights: OlderWeights | None = None
+    oldest_step: int | None = None
+
+
+@dataclass(slots=True)
+class Exam:
+    """Of one step: how it ran, and a way to run it again, where there is one."""
+
+    bench: Bench
+    window: Window
+    run: Run
+    past: Past
+    replay: Replay | None
+    inventory: Inventory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inventory = Inventory(self.bench)
+
+    def files(self, *others: object) -> list[str]:
+        """Of the user's program."""
+        return self.inventory.files(*(micro.loss_fn for micro in self.window.microbatches), *map(type, others))
+
+    def samples_of(self, event: Event) -> tuple[int, ...]:
+        """The entries of the first dimension that are concerned, where that is the batch's."""
+        if not self.window.microbatches:
+            return ()
+        num = num_samples(self.window.microbatches[self.run.microbatch].batch)
+        shape = event.note.shape
+        return event.evidence.samples if num is not None and shape and shape[0] == num else ()
+
+    def trail(self) -> tuple[Stretch, ...]:
+        """The extremes inside each module of the forward pass, in the order in which they were entered."""
+        largest: dict[str, Note] = {}
+        bad: set[str] = set()
+        for note in self.run.trace.notes:
+            if note.phase != "forward" or not note.dtype:
+                continue
+            if not note.look.is_finite:
+                bad.add(note.module)
+                largest.setdefault(note.module, note)
+                if len(bad) > _STRETCHES_BEHIND:
+                    break
+                continue
+            best = largest.get(note.module)
+            if best is None or not best.look.is_finite or size_of(note) > size_of(best):
+                largest[note.module] = note
+        stretches = [
+            Stretch(
+                module=name,
+                kind=type(self.inventory.module(name)).__name__,
+                op=note.op,
+                low=note.look.low if note.look.is_finite else None,
+                high=note.look.high if note.look.is_finite else None,
+                dtype=plain_dtype(note.dtype),
+                is_finite=name not in bad,
+            )
+            for name, note in largest.items()
+        ]
+        return tuple(stretches[-_MOST_STRETCHES:])
+
+
+def link_of(event: Event) -> Link:
+    note = event.note
+    return Link(
+        op=note.name or event.origin,
+        phase=note.phase,
+        module=note.module,
+        source=source_of(note.place),
+        dtype=plain_dtype(note.dtype),
+        became="NaN" if event.has_nan else "Inf",
+    )
+
+
+def links_of(events: Sequence[Event]) -> tuple[Link, ...]:
+    """A chain without casts, copies and views between its ends, and its middle left out where it is long."""
+    telling = [e for e in events if e.note.op not in _DULL or e in (events[0], events[-1])]
+    kept = telling if len(telling) <= 12 else [*telling[:8], *telling[-4:]]
+    return tuple(link_of(event) for event in kept)
+
+
+def operands_of(event: Event) -> tuple[Operand, ...]:
+    output = event.evidence.output
+    return event.evidence.operands + (() if output is None else (output,))
+
+
+def size_of(value: Note | Leaf) -> float:
+    """The largest absolute value; 0 where it was not finite."""
+    low, high = value.look.low, value.look.high
+    return max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else 0.0
+
+
+def parameter_behind(parent: Note | Leaf) -> Leaf | None:
+    """A parameter, also through casts."""
+    for _ in range(3):
+        if isinstance(parent, Leaf):
+            return parent if parent.name.startswith("parameter ") else None
+        if parent.op not in ("to_copy", "clone") or not parent.parents:
+            return None
+        parent = parent.parents[0]
+    return None
+
+
+def parameters_in(note: Note) -> Iterable[str]:
+    """Names of the parameters that an op was given."""
+    return [leaf.name.partition(" ")[2] for leaf in map(parameter_behind, note.parents) if leaf is not None]
+
+
+def plain_dtype(dtype: str) -> str:
+    return dtype.removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

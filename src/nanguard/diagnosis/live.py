@@ -1,0 +1,67 @@
+"""Tracing a step as it runs, where nothing could be replayed: armed after a bad one, for the next few."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from nanguard import _compat
+from nanguard.bench import Bench
+from nanguard.diagnosis.batches import named_tensors
+from nanguard.diagnosis.hooks import GradientHooks
+from nanguard.diagnosis.inventory import Inventory
+from nanguard.diagnosis.provenance import BATCH
+from nanguard.diagnosis.trace import Trace
+from nanguard.diagnosis.watched import Run, introduce
+
+ARMED_STEPS = 3
+
+
+class Live:
+    """``left`` says how many steps are still to be traced."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._inventory = Inventory(bench)
+        self._run: Run | None = None
+        self.left = 0
+
+    def arm(self, steps: int = ARMED_STEPS) -> None:
+        """From the next step on."""
+        self.left = max(self.left, steps)
+
+    def begin(self, batch: Any) -> None:
+        """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
+        self._run = None
+        if self.left <= 0 or self._bench.is_capturing:
+            return
+        self.left -= 1
+        trace = Trace(self._inventory.module_names())
+        introduce(trace, self._inventory)
+        for name, tensor in named_tensors(batch, "batch"):
+            trace.know(name, tensor, BATCH)
+        self._run = Run(trace)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a part of the step."""
+        if self._run is None:
+            yield
+            return
+        with GradientHooks(self._inventory.module_names(), self._run.hooks), self._run.trace:
+            yield
+
+    def after_backward(self, loss: Tensor) -> Run | None:
+        """What showed, as long as gradients are still there; None where the step was not traced. Syncs."""
+        run = self._run
+        if run is not None and run.is_finite:
+            with _compat.unwatched():
+                run.look_at_loss(loss)
+                if run.is_finite:
+                    run.look_at_gradients(self._inventory, self._bench)
+                if run.is_finite:
+                    run.look_at_writes(self._inventory)
+        return run

@@ -1,0 +1,110 @@
+"""Looking at the values of tensors. On the bad day only: everything here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The range of a tensor, in one pass: NaN where it holds one."""
+
+    low: float
+    high: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def has_nan(self) -> bool:
+        return math.isnan(self.low)
+
+
+NOTHING = Look(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a tensor holds: how many of each kind, and the range of what is finite (0, 0 where nothing is)."""
+
+    num: int
+    num_nan: int
+    num_posinf: int
+    num_neginf: int
+    low: float
+    high: float
+
+    @property
+    def num_inf(self) -> int:
+        return self.num_posinf + self.num_neginf
+
+
+def can_look(tensor: Tensor) -> bool:
+    """Whether a tensor can hold a NaN at all, and can be asked."""
+    kind = tensor.dtype in _FLOATS or tensor.is_complex()
+    return kind and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def look(tensor: Tensor) -> Look:
+    """Its range; one kernel, no copy."""
+    if not can_look(tensor):
+        return NOTHING
+    low, high = torch.aminmax(real(tensor.detach()))
+    if tensor.device.type == "cpu":
+        return Look(low.item(), high.item())
+    return Look(*torch.stack([low, high]).tolist())
+
+
+def census(tensor: Tensor) -> Census:
+    """Counts and ranges, chunk by chunk: a large tensor takes no more memory than a chunk."""
+    values = real(tensor.detach()).reshape(-1) if tensor.numel() else tensor.new_zeros(0)
+    nan = posinf = neginf = 0
+    low, high = math.inf, -math.inf
+    for part in torch.split(values, 1 << 24):
+        nan += int(torch.isnan(part).sum())
+        posinf += int(torch.isposinf(part).sum())
+        neginf += int(torch.isneginf(part).sum())
+        finite = part[torch.isfinite(part)]
+        if finite.numel():
+            low, high = min(low, finite.min().item()), max(high, finite.max().item())
+    if low > high:
+        low = high = 0.0
+    return Census(values.numel(), nan, posinf, neginf, low, high)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; 0 where there is none."""
+    seen = look(tensor)
+    return max(abs(seen.low), abs(seen.high)) if not seen.has_nan else math.nan
+
+
+def place_of_first(mask: Tensor) -> tuple[int, ...]:
+    """The index of the first True."""
+    flat = int(mask.reshape(-1).to(torch.uint8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), mask.shape))
+
+
+def value_at(tensor: Tensor, shape: torch.Size, index: tuple[int, ...]) -> float | None:
+    """What a tensor holds at a place of the shape it is broadcast to; None where it cannot be."""
+    try:
+        value = tensor.detach().expand(shape)[index]
+    except RuntimeError:
+        return None
+    return abs(value.item()) if value.is_complex() else float(value.item())
+
+
+def rows_all_neginf(tensor: Tensor, dim: int) -> Tensor:
+    """Which rows along ``dim`` hold nothing but ``-inf``."""
+    return torch.isneginf(tensor.detach()).all(dim)

@@ -1,0 +1,114 @@
+"""Slow processes: an overflow that training was heading for is named by what grew, not by the op where it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from dataclasses import replace
+
+from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
+from nanguard.diagnosis.look import largest
+from nanguard.diagnosis.provenance import Event
+from nanguard.diagnosis.record import Cause, Diagnosis
+from nanguard.diagnosis.strangers import of_huge_parameter
+from nanguard.diagnosis.trace import Trace
+
+_OVERFLOWS: tuple[Cause, ...] = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
+_GREW, _ROSE = 8.0, 50.0
+"""By how much operands must have grown since a snapshot, and readings over the last steps, to be called growth."""
+
+_ABSURD, _SANE = 1e12, 1e4
+"""No training makes one parameter as large as the first while most others are below the second."""
+
+_PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
+
+
+def as_a_process(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
+    """The same diagnosis, or that of a process behind it."""
+    if diagnosis.cause not in _OVERFLOWS or diagnosis.phase not in ("forward", "backward"):
+        return diagnosis
+    huge = _huge_parameter(exam, event)
+    if huge is not None:
+        return replace(of_huge_parameter(exam, *huge), op=diagnosis.op, operands=diagnosis.operands)
+    grown = _growth(exam, event)
+    norms = [max(reading.norms) for reading in exam.past.readings if reading.norms]
+    rises = _rises(norms) or _rises([abs(reading.mean_loss) for reading in exam.past.readings])
+    if grown is not None and _is_attention(event, exam.run.trace):
+        then, now, since = grown
+        because = f"the products of queries and keys have grown from {then:.3g} to {now:.3g} since step {since:,}"
+        return replace(diagnosis, cause="attention_logit_growth", because=f"{because}; {diagnosis.because}")
+    if not rises and (grown is None or diagnosis.cause != "overflow_any_precision"):
+        return diagnosis
+    told = []
+    if grown is not None:
+        told.append(f"operands of {event.note.op} grew from {grown[0]:.3g} to {grown[1]:.3g} since step {grown[2]:,}")
+    if rises and norms:
+        told.append("gradient norms of the last steps: " + ", ".join(f"{norm:.3g}" for norm in norms[-5:]))
+    return replace(
+        diagnosis,
+        cause="gradient_explosion",
+        module=event.note.home or diagnosis.module,  # which op of it ended first is an accident
+        because="; ".join(told) or "losses have risen from step to step",
+        evidence=(*diagnosis.evidence, diagnosis.because),
+    )
+
+
+def _huge_parameter(exam: Exam, event: Event) -> tuple[str, float] | None:
+    """A parameter of absurd size that was so from the start, and its size."""
+    parameters = exam.inventory.parameters()
+    for leaf in filter(None, map(parameter_behind, event.note.parents)):
+        name, size = leaf.name.partition(" ")[2], size_of(leaf)
+        others = [largest(p) for other, p in parameters.items() if other != name]
+        if size <= _ABSURD or (others and statistics.median(others) > _SANE):
+            continue
+        with contextlib.ExitStack() as stack:
+            older = exam.past.older_weights
+            if older is not None and stack.enter_context(older()) and largest(parameters[name]) < size / _GREW:
+                continue
+        return name, size
+    return None
+
+
+def _growth(exam: Exam, event: Event) -> tuple[float, float, int] | None:
+    """How large the operands of an op were with the weights of the oldest snapshot, how large they are, since when."""
+    past, replay, note = exam.past, exam.replay, event.note
+    if replay is None or past.older_weights is None or past.oldest_step is None:
+        return None
+    if exam.window.step - past.oldest_step < 3:
+        return None
+    with past.older_weights() as there_are:
+        before = replay.watched() if there_are else None
+    if before is None or not before.is_finite:
+        return None
+    same = [n for n in before.trace.notes if (n.op, n.place, n.module) == (note.op, note.place, note.module)]
+    then = max((size_of(parent) for each in same for parent in each.parents), default=0.0)
+    now = max((size_of(parent) for parent in note.parents), default=0.0)
+    return (then, now, past.oldest_step) if same and now > _GREW * max(then, 1e-30) else None
+
+
+def _is_attention(event: Event, trace: Trace) -> bool:
+    """A product of two things that are no parameters, on its way into a softmax."""
+    note = event.note
+    if "dot_product" in note.op:
+        return True
+    if note.op not in _PRODUCTS or any(parameter_behind(parent) is not None for parent in note.parents):
+        return False
+    line = {id(note)}
+    for later in trace.notes[note.index + 1 :]:
+        if any(id(parent) in line for parent in later.parents):
+            if "softmax" in later.op:
+                return True
+            if later.phase != "forward" or len(line) > 64:
+                return False
+            line.add(id(later))
+    return False
+
+
+def _rises(values: list[float]) -> bool:
+    """Whether the last values of a history are far above its beginning, and still going up."""
+    values = [value for value in values if math.isfinite(value) and value > 0]
+    if len(values) < 3:
+        return False
+    early = statistics.median(values[: max(2, len(values) // 2)])
+    return values[-1] > _ROSE * early and values[-1] >= values[-2] / 4

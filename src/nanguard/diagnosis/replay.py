@@ -1,0 +1,200 @@
+"""Runs the failing step again, watched or in other conditions, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from nanguard import _compat
+from nanguard.backup import Backup
+from nanguard.bench import Bench
+from nanguard.diagnosis.batches import named_tensors, take
+from nanguard.diagnosis.hooks import GradientHooks
+from nanguard.diagnosis.inventory import Inventory
+from nanguard.diagnosis.look import look
+from nanguard.diagnosis.provenance import BATCH, PARAMETER
+from nanguard.diagnosis.trace import Trace
+from nanguard.diagnosis.watched import Run, introduce, introduce_states
+from nanguard.precision import Precision
+from nanguard.recovery.evidence import nonfinite_names
+from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.window import Window
+
+log = logging.getLogger("nanguard")
+
+
+class Replay:
+    """Of one step. ``seconds`` and ``num`` say what it has cost so far."""
+
+    def __init__(self, bench: Bench, rehearsal: Rehearsal, window: Window) -> None:
+        self.bench, self.window = bench, window
+        self._rehearsal = rehearsal
+        self.num = 0
+        self.seconds_of_last = 0.0
+        self._began = time.monotonic()
+        self._written: set[str] = set()
+        self.inventory = Inventory(bench)
+        self._names = self.inventory.module_names()
+        self._generators = list(_generators(self.inventory.model.modules()))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    # ---- watched -------------------------------------------------------------------------------------------------
+
+    def watched(self, *, update: bool = False) -> Run:
+        """The step with every op followed, with ``update`` the optimizers' too. Stops where something shows."""
+        saved: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def save(name: str, tensor: Tensor) -> None:
+            whole = self.inventory.tensors().get(name, tensor)
+            saved.setdefault(name, (whole, whole.detach().clone()))
+
+        trace = Trace(self._names, save)
+        self._introduce(trace)
+        run = Run(trace)
+        try:
+            with self._stage(self.window), _compat.without_compilation(), GradientHooks(self._names, run.hooks), trace:
+                for place in range(len(self.window.microbatches)):
+                    self._watch_one(run, place)
+                    if run.found:
+                        break
+                if update and not run.found:
+                    self._watch_update(run)
+        finally:
+            self._written |= {name for name in saved if not name.startswith("buffer ")}
+            _write_back(saved)
+        if trace.failure is not None:
+            log.debug("some ops could not be followed: %s", trace.failure)
+        return run
+
+    def _introduce(self, trace: Trace) -> None:
+        introduce(trace, self.inventory)
+        for place, micro in enumerate(self.window.microbatches):
+            prefix = "batch" if len(self.window.microbatches) == 1 else f"microbatches[{place}]"
+            for name, tensor in named_tensors(micro.batch, prefix):
+                if not isinstance(tensor, torch.nn.Parameter):
+                    trace.know(name, tensor, BATCH)
+
+    def _watch_one(self, run: Run, place: int) -> None:
+        run.microbatch = place
+        loss = self._rehearsal.forward(self.window, place)
+        with _compat.unwatched():
+            run.look_at_loss(loss)
+        if not run.is_finite:
+            return
+        self._rehearsal.backward(self.window, loss)
+        with _compat.unwatched():
+            run.look_at_gradients(self.inventory, self.bench)
+            if run.is_finite:
+                run.look_at_writes(self.inventory)
+
+    def _watch_update(self, run: Run) -> None:
+        """One parameter at a time, so that each op has one that it works for."""
+        bench = self.bench
+        grads = [(bench.name(p), p.grad) for group in bench.shield.groups() for p in group if p.grad is not None]
+        if bench.scaler is not None:
+            bench.scaler.unscale_([grad for _, grad in grads])
+        with _compat.unwatched():
+            for name, grad in grads:
+                run.trace.know(f"gradient {name}", grad, PARAMETER, owner=name)
+            introduce_states(run.trace, self.inventory)
+            backup = Backup(bench.shield.optimizers)
+        run.trace.in_update = True
+        try:
+            for optimizer in bench.shield.optimizers:
+                for group in optimizer.param_groups:
+                    group.update({key: False for key in ("foreach", "fused") if group.get(key, False) is not False})
+                optimizer.step()
+            with _compat.unwatched():
+                run.look_at_update(self.inventory)
+        finally:
+            run.trace.in_update = False
+            with _compat.unwatched():
+                backup.put_back()
+
+    # ---- in other conditions -------------------------------------------------------------------------------------
+
+    def is_finite(
+        self, *, fp32: Sequence[str] | None = None, samples: Sequence[int] | None = None, num: int = 0
+    ) -> bool:
+        """Whether loss and gradients are finite: with modules in fp32 (all of the model: ``[""]``), or on samples."""
+        window = self.window
+        if samples is not None:
+            micros = [replace(m, batch=take(m.batch, samples, num)) for m in window.microbatches]
+            window = replace(window, microbatches=micros)
+        with self.in_fp32(fp32), self._kept(), self._stage(window):
+            losses = self._rehearsal.run(window)
+            parameters = [p for group in self.bench.shield.groups() for p in group]
+            grads = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
+            return all(look(loss).is_finite for loss in losses) and not nonfinite_names(grads)
+
+    @contextlib.contextmanager
+    def in_fp32(self, names: Sequence[str] | None) -> Iterator[None]:
+        """Modules in fp32; the whole step, with autocast and loss scale off, for ``[""]``."""
+        bench = self.bench
+        if names is None:
+            yield
+            return
+        whole = "" in names
+        precision, scaler = bench.precision, bench.scaler
+        kept = bench.islands.keep(*(name for name in names if name not in bench.islands.names))
+        try:
+            if whole:
+                bench.precision, bench.scaler = Precision.resolve("fp32", bench.device), None
+                window_modes = [micro.autocast for micro in self.window.microbatches]
+                for micro in self.window.microbatches:
+                    micro.autocast = (False, micro.autocast[1])
+            yield
+        finally:
+            if whole:
+                bench.precision, bench.scaler = precision, scaler
+                for micro, mode in zip(self.window.microbatches, window_modes, strict=True):
+                    micro.autocast = mode
+            if kept:
+                bench.islands.release(*kept)
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """What the user's program was seen to write to is put back."""
+        live = self.inventory.tensors() if self._written else {}
+        saved = {name: (live[name], live[name].detach().clone()) for name in self._written & set(live)}
+        try:
+            yield
+        finally:
+            _write_back(saved)
+
+    @contextlib.contextmanager
+    def _stage(self, window: Window) -> Iterator[None]:
+        states = [(generator, generator.get_state()) for generator in self._generators]
+        began = time.monotonic()
+        self.num += 1
+        try:
+            with self._rehearsal.stage(window, alone=True):
+                yield
+        finally:
+            self.seconds_of_last = time.monotonic() - began
+            for generator, state in states:
+                generator.set_state(state)
+
+
+@torch.no_grad()
+def _write_back(saved: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for tensor, copy in saved.values():
+        tensor.copy_(copy)
+
+
+def _generators(modules: Any) -> Iterator[Generator]:
+    """Generators that modules keep for themselves."""
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Generator):
+                yield value

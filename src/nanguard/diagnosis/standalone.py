@@ -1,0 +1,85 @@
+"""``nanguard.diagnose``: one step of a program examined, without a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nanguard.assembly import assemble
+from nanguard.bench import Bench
+from nanguard.diagnosis.doctor import Doctor
+from nanguard.diagnosis.exam import Past
+from nanguard.diagnosis.record import Diagnosis
+from nanguard.errors import ProtocolError
+from nanguard.policy import Policy
+from nanguard.precision import LossScale
+from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.window import LossFn, Microbatch, Window
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    loss_scale: LossScale | None = None,
+    depth: Literal["full", "brief"] = "full",
+) -> Diagnosis:
+    """Runs one step on ``batch`` and says where a non-finite value comes from, why, and what to do about it.
+
+    ``loss_fn(model, batch)`` returns the loss, or ``(loss, aux)``. With an ``optimizer`` its update is traced too, on
+    copies. ``loss_scale`` multiplies the loss as fp16 training does; None does not. Weights, gradients, buffers,
+    optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` where the step is finite:
+    there is nothing to diagnose.
+    """
+    bench = _bench(model, optimizer, precision, loss_scale)
+    window = Window(0, 0, None, True, 1)
+    window.training = [(module, module.training) for module in bench.modules]
+    micro = Microbatch(loss_fn, batch, None, reduce_gradients=True)
+    bench.note_world(micro, 0)
+    window.microbatches.append(micro)
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        diagnosis = Doctor(bench, Rehearsal(bench)).examine(
+            window, None, Past(), lambda _: depth == "full", update=optimizer is not None
+        )
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+    if diagnosis is None:
+        raise ProtocolError(
+            "nanguard.diagnose() found nothing to diagnose: loss, gradients, buffers"
+            f"{' and update' if optimizer is not None else ''} of this step are finite. Pass the batch, weights and "
+            "precision of the step that was not"
+        )
+    return diagnosis
+
+
+def _bench(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> Bench:
+    if optimizer is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient: there is no step to run")
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+    return assemble(
+        model,
+        optimizer,
+        scheduler=None,
+        schedule_per="step",
+        precision=precision,
+        max_norm=None,
+        clip="group",
+        policy=Policy(divergence=None),
+        accumulate=1,
+        drop_bad_microbatches=False,
+        ema=None,
+        loss_scale=loss_scale,
+        run_dir=None,
+        process_group=None,
+    )

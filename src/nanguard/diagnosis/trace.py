@@ -1,0 +1,397 @@
+"""Follows every op of a step, forward, backward and update, with provenance.
+
+An op that makes a non-finite value of finite ones is a *birth*. One that makes a NaN of infinities only *turned* them.
+One that was given a non-finite constant (a mask, an initial value) or uninitialised memory brings a *given* value; what
+was there before the step is *outside*. All others are *heirs* of the values that went in. Where the non-finite values
+went, and where they ended without doing harm, can then be asked.
+
+Scalars are kept, not tensors. A tensor is known by its storage: every op that makes or writes one passes by here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanguard import _compat
+from nanguard.diagnosis.evidence import gather, new_places
+from nanguard.diagnosis.look import NOTHING, Look, can_look, look
+from nanguard.diagnosis.provenance import OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
+from nanguard.diagnosis.source import Site, find_site
+
+log = logging.getLogger("nanguard")
+
+_LIFTS = ("lift", "lift_fresh")
+"""How ``torch.tensor(...)`` comes to the dispatcher."""
+
+_MOST_BIRTHS_WITH_EVIDENCE = 48
+_LARGEST_COPY = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is known of an op before it runs."""
+
+    op: str
+    is_view: bool
+    written: tuple[int, ...]
+    written_kwargs: tuple[str, ...]
+    is_pointwise: bool
+    arguments: tuple[str, ...]
+    is_empty: bool
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Active as a context; ``names`` are those of the modules by identity.
+
+    ``save`` is called with the name and tensor of a parameter, buffer or optimizer state before an op of the user's
+    program writes to it outside the optimizer, once each.
+    """
+
+    def __init__(self, names: Mapping[int, str], save: Callable[[str, Tensor], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.notes: list[Note] = []
+        self.events: list[Event] = []
+        self.swallowed: list[Swallow] = []
+        self.writes: dict[str, Note] = {}
+        self.in_update = False
+        self.failure: Exception | None = None
+        self._names = names
+        self._save = save
+        self._plans: dict[Any, _Plan] = {}
+        self._leaves: dict[int, Leaf] = {}
+        self._watched: dict[int, str] = {}
+        self._made: dict[int, Note] = {}
+        self._bad: dict[int, tuple[Event, ...]] = {}
+        self._sites: dict[tuple[int, int], tuple[str, Site]] = {}
+        self._main = threading.get_ident()
+
+    # ---- what was there before -----------------------------------------------------------------------------------
+
+    def know(self, name: str, tensor: Tensor, roots: int, *, watched: bool = False, owner: str = "") -> None:
+        """A tensor by its name; ``owner`` is the parameter that a gradient or optimizer state belongs to."""
+        key = _compat.storage_key(tensor)
+        leaf = Leaf(name, roots, look(tensor), owner)
+        self._leaves[key] = leaf
+        self._made.pop(key, None)
+        if watched:
+            self._watched[key] = name
+        if not leaf.look.is_finite:
+            leaf.event = self._outside(name, leaf, tensor, owner)
+            self._bad[key] = (leaf.event,)
+
+    def _outside(self, name: str, leaf: Leaf, tensor: Tensor, owner: str = "") -> Event:
+        note = Note(-1, "", "forward", None, "", owner=owner, roots=leaf.roots)
+        note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
+        event = Event(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
+        event.is_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE) and _is_mask(tensor)
+        self.events.append(event)
+        return event
+
+    # ---- asking --------------------------------------------------------------------------------------------------
+
+    def events_of(self, tensor: Tensor) -> tuple[Event, ...]:
+        """Where the non-finite values of a tensor come from."""
+        return self._bad.get(_compat.storage_key(tensor), ())
+
+    def note_of(self, tensor: Tensor) -> Note | Leaf | None:
+        return self._parent(_compat.storage_key(tensor))
+
+    def forward_site(self, sequence: int, node: str) -> Site | None:
+        """Where the op that made a node of the graph was called."""
+        mine = self._sites.get((self._main, sequence))
+        if mine is not None and _belong(mine[0], node):
+            return mine[1]
+        for (_, number), (op, site) in self._sites.items():
+            if number == sequence and _belong(op, node):
+                return site
+        return None if mine is None else mine[1]
+
+    # ---- following -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan = self._plans.get(func) or self._plan(func)
+        node = _compat.current_node()
+        site = find_site(self._names, in_engine=node is not None)
+        self._remember_node(plan, site, node)
+        if plan.is_view:
+            return func(*args, **kwargs)
+        written = [args[i] for i in plan.written if i < len(args)] + [kwargs.get(name) for name in plan.written_kwargs]
+        written = list(_tensors(written))
+        before = self._before(written)
+        result = func(*args, **kwargs)
+        try:
+            self._follow(func, plan, site, node, args, kwargs, written, before, result)
+        except Exception as error:  # the replayed step must not fail by being watched
+            if self.failure is None:
+                log.debug("an op could not be followed: %s", plan.op, exc_info=True)
+            self.failure = self.failure or error
+        return result
+
+    def _plan(self, func: Any) -> _Plan:
+        arguments = func._schema.arguments
+        is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        positional = tuple(i for i, (a, w) in enumerate(zip(arguments, is_written, strict=True)) if w)
+        name = str(func.overloadpacket.__name__)
+        plan = _Plan(
+            op=name.strip("_"),
+            is_view=_compat.is_view(func) and not any(is_written) and name not in _LIFTS,
+            written=positional,
+            written_kwargs=tuple(a.name for a, w in zip(arguments, is_written, strict=True) if w),
+            is_pointwise=torch.Tag.pointwise in func.tags,
+            arguments=tuple(a.name for a in arguments),
+            is_empty=name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
+        )
+        self._plans[func] = plan
+        return plan
+
+    def _remember_node(self, plan: _Plan, site: Site, node: Any) -> None:
+        """The graph node of an op is made right before the op runs: the first op to see its number is its own."""
+        number = _compat.next_sequence_nr()
+        if number is None or number == 0:
+            return
+        key = (threading.get_ident(), number - 1)
+        if key in self._sites:
+            return
+        if site.by_engine and not site.in_user_code and node is not None:
+            site = self._site_of(node) or site
+        self._sites[key] = (plan.op, site)
+
+    def _site_of(self, node: Any) -> Site | None:
+        number = _compat.sequence_nr(node)
+        return None if number is None else self.forward_site(number, forward_op(node))
+
+    def _before(self, written: list[Tensor]) -> dict[int, Tensor]:
+        """Copies of what an op is about to write to."""
+        copies: dict[int, Tensor] = {}
+        for tensor in written:
+            key = _compat.storage_key(tensor)
+            name = self._watched.get(key)
+            if name is not None and not self.in_update and name not in self.writes and self._save is not None:
+                self._save(name, tensor)
+            if can_look(tensor) and tensor.numel() <= _LARGEST_COPY:
+                copies[id(tensor)] = tensor.detach().clone()
+        return copies
+
+    def _follow(
+        self,
+        func: Any,
+        plan: _Plan,
+        site: Site,
+        node: Any,
+        args: Any,
+        kwargs: Any,
+        written: list[Tensor],
+        before: dict[int, Tensor],
+        result: Any,
+    ) -> None:
+        made = [t for t in _tensors(result) if not any(t is w for w in written)]
+        outputs = written + made
+        if not outputs:
+            return
+        inputs = [] if plan.is_empty or plan.op in _LIFTS else list(_named_tensors(plan, args, kwargs))
+        sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
+        note = self._note(plan, site, node, args, kwargs, sources)
+        bad = self._bad_inputs(note, inputs, before)
+        worst: list[tuple[Tensor, Look]] = []
+        for tensor in outputs:
+            key = _compat.storage_key(tensor)
+            seen = look(tensor)
+            if note.look is NOTHING and can_look(tensor):
+                note.look, note.dtype, note.shape = seen, str(tensor.dtype), tuple(tensor.shape)
+            self._made[key] = note
+            name = self._watched.get(key)
+            if name is not None and not self.in_update:
+                self.writes.setdefault(name, note)
+            if not seen.is_finite:
+                worst.append((tensor, seen))
+            elif _covers(tensor):
+                self._bad.pop(key, None)
+        if not worst:
+            if bad and any(map(can_look, outputs)):
+                self.swallowed.append(Swallow(note, tuple(event for _, events in bad for event in events)))
+            return
+        event = self._event(func, plan, note, args, kwargs, inputs, sources, before, bad, worst)
+        self.events.append(event)
+        for tensor, _ in worst:
+            key = _compat.storage_key(tensor)
+            old = () if _covers(tensor) else self._bad.get(key, ())
+            self._bad[key] = (*old[-7:], event)
+
+    def _note(
+        self,
+        plan: _Plan,
+        site: Site,
+        node: Any,
+        args: Any,
+        kwargs: Any,
+        sources: list[Note | Leaf | None],
+    ) -> Note:
+        phase: EventPhase = "backward" if site.by_engine else "forward"
+        if self.in_update:
+            phase = "optimizer"
+        made_by = self._site_of(node) if site.by_engine else None
+        place = site.place if site.in_user_code or not site.by_engine else (made_by.place if made_by else None)
+        module = site.module if site.module is not None else (made_by.module if made_by else None)
+        parents = tuple(source for source in sources if source is not None)
+        note = Note(
+            index=len(self.notes),
+            op=plan.op,
+            phase=phase,
+            place=place,
+            module=module or "",
+            scalars=tuple(_numbers((args, kwargs))),
+            parents=parents,
+            node=forward_op(node) if site.by_engine and node is not None else "",
+            in_user_code=site.in_user_code,
+            is_custom=isinstance(node, BackwardCFunction),
+            in_place=bool(plan.written),
+            home=(site.home if site.home is not None else made_by.home if made_by else None) or "",
+        )
+        for parent in parents:
+            note.roots |= parent.roots
+        note.owner = next((p.owner for p in parents if p.owner), "") if self.in_update else ""
+        self.notes.append(note)
+        return note
+
+    def _parent(self, key: int) -> Note | Leaf | None:
+        return self._made.get(key) or self._leaves.get(key)
+
+    def _bad_inputs(
+        self, note: Note, inputs: list[tuple[str, Tensor]], before: dict[int, Tensor]
+    ) -> list[tuple[Tensor, tuple[Event, ...]]]:
+        """The inputs that hold something non-finite, with where that came from."""
+        bad = []
+        for name, tensor in inputs:
+            if not can_look(tensor):
+                continue
+            key = _compat.storage_key(tensor)
+            if key not in self._made and key not in self._leaves:
+                self._leaves[key] = leaf = Leaf(f"a tensor made before the step ({name} of {note.op})", OTHER, NOTHING)
+                leaf.look = look(before.get(id(tensor), tensor))
+                note.roots |= OTHER
+                if not leaf.look.is_finite:
+                    leaf.event = self._outside(leaf.name, leaf, tensor)
+                    self._bad[key] = (leaf.event,)
+            events = self._bad.get(key)
+            if events and not look(before.get(id(tensor), tensor)).is_finite:
+                bad.append((tensor, events))
+        return bad
+
+    def _event(
+        self,
+        func: Any,
+        plan: _Plan,
+        note: Note,
+        args: Any,
+        kwargs: Any,
+        inputs: list[tuple[str, Tensor]],
+        sources: list[Note | Leaf | None],
+        before: dict[int, Tensor],
+        bad: list[tuple[Tensor, tuple[Event, ...]]],
+        worst: list[tuple[Tensor, Look]],
+    ) -> Event:
+        output, seen = worst[0]
+        parents = tuple({id(event): event for _, events in bad for event in events}.values())
+        values = [(name, before.get(id(tensor), tensor)) for name, tensor in inputs]
+        kind: Kind = "heir"
+        places = None
+        if plan.is_empty or any(not math.isfinite(s) for s in note.scalars) or not inputs:
+            kind = "given"
+        elif not bad:
+            unseen = [source for (_, v), source in zip(values, sources, strict=True) if not look(v).is_finite]
+            kind = "given" if unseen else "birth"
+            if unseen and isinstance(unseen[0], Note):  # written to bit by bit, which no float op has seen
+                note = unseen[0]
+        else:
+            if plan.is_pointwise:
+                places = new_places(output, [v for _, v in values])
+            nan_before = any(look(before.get(id(t), t)).has_nan for t, _ in bad)
+            if places is not None:
+                kind = "birth"
+            elif seen.has_nan and not nan_before:
+                kind = "turned"
+        event = Event(note, kind, seen.has_nan, parents, has_posinf=_has_posinf(output, seen))
+        event.wrote = next((self._watched[k] for k in map(_compat.storage_key, [output]) if k in self._watched), "")
+        if kind in ("birth", "turned"):
+            num = sum(e.kind in ("birth", "turned") for e in self.events)
+            if num < _MOST_BIRTHS_WITH_EVIDENCE:
+                event.evidence = gather(func, plan.is_pointwise, args, kwargs, values, sources, before, output)
+            if event.evidence.is_mask:
+                event.kind = "given"
+        return event
+
+
+def forward_op(node: Any) -> str:
+    """``SqrtBackward0`` is ``sqrt``, ``ToCopyBackward0`` is ``to_copy``."""
+    name = str(node.name() if callable(getattr(node, "name", None)) else type(node).__name__)
+    base = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward").removesuffix("Backwards")
+    out = ""
+    for place, letter in enumerate(base):
+        if letter.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
+            out += "_"
+        out += letter.lower()
+    return out.strip("_")
+
+
+def _belong(op: str, node: str) -> bool:
+    """Whether an op can have made a node."""
+    op, node = op.replace("_", ""), node.replace("_", "")
+    return op.startswith(node) or node.startswith(op)
+
+
+def _has_posinf(tensor: Tensor, seen: Look) -> bool:
+    if not seen.has_nan:
+        return seen.high == math.inf
+    return bool(torch.isposinf(tensor.detach().real if tensor.is_complex() else tensor.detach()).any())
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Zeros and infinities alone: to be added to something."""
+    values = tensor.detach()
+    return bool((torch.isinf(values) | (values == 0)).all())
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether a tensor is all that lies in its storage."""
+    return tensor.numel() * tensor.element_size() >= _compat.storage_size(tensor)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _tensors(child)
+
+
+def _named_tensors(plan: _Plan, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
+    for place, value in enumerate(args):
+        name = plan.arguments[place] if place < len(plan.arguments) else str(place)
+        for tensor in _tensors(value):
+            yield name, tensor
+    for name, value in kwargs.items():
+        for tensor in _tensors(value):
+            yield name, tensor
+
+
+def _numbers(tree: Any) -> Iterable[float]:
+    if isinstance(tree, bool):
+        return
+    if isinstance(tree, (int, float)):
+        yield float(tree)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _numbers(child)
+    elif isinstance(tree, dict):
+        yield from _numbers(tuple(tree.values()))

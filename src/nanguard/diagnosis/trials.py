@@ -1,0 +1,191 @@
+"""Counterfactuals: what would have made the failing step finite, tried on that very step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from nanguard.diagnosis.batches import num_samples
+from nanguard.diagnosis.record import Diagnosis, Trial
+from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.watched import Run
+
+log = logging.getLogger("nanguard")
+
+_MOST_MODULES = 4
+
+
+class Trials:
+    """Of one step. ``budget`` is the time they may take together, in times of one replay."""
+
+    def __init__(self, replay: Replay, budget: float) -> None:
+        self._replay = replay
+        self._budget = budget
+        self._done: list[Trial] = []
+        self._unit = 0.0
+        self._spent = 0.0
+
+    def made(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+        """The diagnosis with what was tried, and the fix that is known to work, if one is."""
+        diagnosis = self._precision(diagnosis, run)
+        diagnosis = self._samples(diagnosis, run)
+        confirmed = diagnosis.cause.startswith("overflow") and any(
+            trial.result == "finite" and "fp32" in trial.what for trial in self._done
+        )
+        return replace(
+            diagnosis,
+            tried=(*diagnosis.tried, *self._done),
+            confidence="certain" if confirmed else diagnosis.confidence,
+        )
+
+    # ---- precision -----------------------------------------------------------------------------------------------
+
+    def _precision(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+        bench = self._replay.bench
+        halves = any(p.element_size() < 4 for p in bench.model.parameters() if p.is_floating_point())
+        runs_low = (
+            bench.precision.dtype is not None or halves or any(m.autocast[0] for m in self._replay.window.microbatches)
+        )
+        fix, helps = diagnosis.fix, diagnosis.remedies
+        is_computed = diagnosis.phase in ("forward", "backward")
+        if not (runs_low and is_computed and self._try("the whole step in fp32", self._is_finite_in_fp32)):
+            return diagnosis
+        names = self._fewest_modules(diagnosis, run)
+        code = f"guard.keep_fp32({', '.join(map(repr, names))})" if names else 'Guard(..., precision="fp32")'
+        return replace(
+            diagnosis,
+            modules_to_keep=names,
+            fix=replace(fix, code=code, worked=True),
+            remedies=tuple(dict.fromkeys(("fp32", *helps))),
+        )
+
+    def _is_finite_in_fp32(self) -> bool:
+        return self._replay.is_finite(fp32=[""])
+
+    def _fewest_modules(self, diagnosis: Diagnosis, run: Run) -> tuple[str, ...]:
+        """A few modules that make the step finite in fp32, none of which can be left out; none where no few do."""
+        suspects = self._suspects(diagnosis, run)
+        for size in range(1, min(_MOST_MODULES, len(suspects)) + 1):
+            names = suspects[:size]
+            if self._helps(names):
+                return self._shrunk(names)
+        everything = self._all_called(run)
+        if len(everything) > 1 and self._helps(everything):
+            few = self._shrunk(everything)
+            return few if len(few) <= _MOST_MODULES else ()
+        return ()
+
+    def _helps(self, names: Sequence[str]) -> bool:
+        what = f"{', '.join(names)} in fp32" if len(names) <= _MOST_MODULES else f"{len(names)} modules in fp32"
+        return self._try(what, lambda: self._replay.is_finite(fp32=list(names)))
+
+    def _shrunk(self, names: Sequence[str]) -> tuple[str, ...]:
+        """By halves, then one by one: whatever can be left out is."""
+        kept = list(names)
+        chunk = len(kept) // 2
+        while chunk >= 1 and len(kept) > 1:
+            place = 0
+            while place < len(kept) and len(kept) > 1:
+                rest = kept[:place] + kept[place + chunk :]
+                if rest and self._can_afford() and self._helps(rest):
+                    kept = rest
+                else:
+                    place += chunk
+            chunk //= 2
+        return tuple(kept)
+
+    def _suspects(self, diagnosis: Diagnosis, run: Run) -> list[str]:
+        """The module of the birth and those around it, then the modules of other births."""
+        islands, names = self._replay.bench.islands, list[str]()
+        births = [event.note.module for event in run.trace.events if event.kind == "birth"]
+        for module in [diagnosis.module, *births]:
+            while module:
+                if islands.can_keep(module) and module not in names and module not in islands.names:
+                    names.append(module)
+                    break
+                module = module.rpartition(".")[0]
+        parent = diagnosis.module.rpartition(".")[0]
+        if parent and islands.can_keep(parent) and parent not in names:
+            names.append(parent)
+        return names
+
+    def _all_called(self, run: Run) -> list[str]:
+        islands = self._replay.bench.islands
+        called = dict.fromkeys(note.module for note in run.trace.notes if note.phase == "forward" and note.module)
+        return [name for name in called if islands.can_keep(name) and name not in islands.names]
+
+    # ---- samples -------------------------------------------------------------------------------------------------
+
+    def _samples(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+        """Which samples of the batch alone bring it about."""
+        micros = self._replay.window.microbatches
+        num = num_samples(micros[0].batch) if len(micros) == 1 else None
+        if num is None or num < 2 or diagnosis.phase in ("parameter", "optimizer"):
+            return diagnosis
+        suspects = [sample for sample in diagnosis.samples if sample < num]
+        if len(suspects) == num:
+            suspects = []
+        if not suspects:
+            suspects = self._bisected(num)
+        if not suspects or len(suspects) == num:
+            return replace(diagnosis, samples=()) if len(diagnosis.samples) == num else diagnosis
+        alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
+        others = [sample for sample in range(num) if sample not in suspects]
+        without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
+        if alone is False and without is True:
+            return replace(diagnosis, samples=tuple(suspects))
+        return replace(diagnosis, samples=tuple(suspects) if alone is False else ())
+
+    def _bisected(self, num: int) -> list[int]:
+        """The smallest half of halves that alone is non-finite; empty where no half is."""
+        left = list(range(num))
+        while len(left) > 1:
+            half = len(left) // 2
+            for part in (left[:half], left[half:]):
+                if self._on(f"{_samples_in_words(part)} alone", part, num) is False:
+                    left = part
+                    break
+            else:
+                return left if len(left) < num else []
+        return left
+
+    def _on(self, what: str, samples: Sequence[int], num: int) -> bool | None:
+        before = len(self._done)
+        result = self._try(what, lambda: self._replay.is_finite(samples=samples, num=num))
+        made = self._done[before:]
+        return None if not made or made[-1].result is None else result
+
+    # ---- one trial -----------------------------------------------------------------------------------------------
+
+    def _can_afford(self) -> bool:
+        return self._unit == 0.0 or self._spent + self._unit <= self._budget * self._unit
+
+    def _try(self, what: str, is_finite: Callable[[], bool]) -> bool:
+        if not self._can_afford():
+            if not any(trial.detail.startswith("the budget") for trial in self._done):
+                self._done.append(Trial(what=what, result=None, detail="the budget of time was used up"))
+            return False
+        try:
+            finite = is_finite()
+        except torch.OutOfMemoryError:
+            self._done.append(Trial(what=what, result=None, detail="not enough memory"))
+            return False
+        except Exception as error:
+            self._done.append(Trial(what=what, result=None, detail=f"raises {type(error).__name__}: {error!s:.80}"))
+            return False
+        finally:
+            self._unit = self._unit or self._replay.seconds_of_last
+            self._spent += self._replay.seconds_of_last
+        self._done.append(Trial(what=what, result="finite" if finite else "non-finite"))
+        return finite
+
+
+def _samples_in_words(samples: Sequence[int]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    if len(samples) > 2 and list(samples) == list(range(samples[0], samples[-1] + 1)):
+        return f"samples {samples[0]} to {samples[-1]}"
+    return "samples " + ", ".join(map(str, samples[:8])) + (" ..." if len(samples) > 8 else "")

@@ -1,0 +1,85 @@
+"""One watched run of a step: its trace, and where something non-finite showed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nanguard.bench import Bench
+from nanguard.diagnosis.inventory import Inventory
+from nanguard.diagnosis.look import look
+from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Event, Note
+from nanguard.diagnosis.source import Place
+from nanguard.diagnosis.trace import Trace
+from nanguard.recovery.evidence import nonfinite_names
+
+
+@dataclass(slots=True)
+class Run:
+    """``found`` says where it showed: in the loss, gradients, buffers, parameters or the update; ``""`` nowhere.
+
+    ``names`` are those of what was non-finite, ``ends`` the events that made them so; ``hooks`` the lines and modules
+    that hooked into gradients.
+    """
+
+    trace: Trace
+    found: str = ""
+    names: tuple[str, ...] = ()
+    ends: tuple[Event, ...] = ()
+    microbatch: int = 0
+    loss: Note | None = None
+    hooks: list[tuple[Place, str]] = field(default_factory=list)
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.found
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        made = self.trace.note_of(loss)
+        self.loss = made if isinstance(made, Note) else None
+        if not look(loss).is_finite:
+            self.found, self.ends = "loss", self.trace.events_of(loss)
+
+    def look_at_gradients(self, inventory: Inventory, bench: Bench) -> None:
+        """Of what an optimizer owns."""
+        owned = {id(p) for group in bench.shield.groups() for p in group}
+        grads = {n: p.grad for n, p in inventory.parameters().items() if p.grad is not None and id(p) in owned}
+        bad = nonfinite_names(grads)
+        if bad:
+            self.found, self.names = "gradients", bad
+            self.ends = tuple(event for name in bad for event in self.trace.events_of(grads[name]))
+
+    def look_at_writes(self, inventory: Inventory) -> None:
+        """At the buffers and parameters that the program itself has written to."""
+        for kind, tensors in (("buffer", inventory.buffers()), ("parameter", inventory.parameters())):
+            written = {n: tensor for n, tensor in tensors.items() if f"{kind} {n}" in self.trace.writes}
+            if self.is_finite:
+                self._look_at(f"{kind}s", written)
+
+    def look_at_update(self, inventory: Inventory) -> None:
+        states = {name: tensor for name, _, tensor in inventory.states()}
+        for tensors in (inventory.parameters(), states):
+            if self.is_finite:
+                self._look_at("update", tensors)
+
+    def _look_at(self, found: str, tensors: Mapping[str, Tensor]) -> None:
+        bad = [name for name, tensor in tensors.items() if not look(tensor).is_finite]
+        ends = [event for name in bad for event in self.trace.events_of(tensors[name]) if event.kind != "outside"]
+        if ends:
+            self.found, self.names, self.ends = found, tuple(bad), tuple(ends)
+
+
+def introduce(trace: Trace, inventory: Inventory) -> None:
+    """Names what was there before the step."""
+    for name, tensor in inventory.buffers().items():
+        trace.know(f"buffer {name}", tensor, BUFFER, watched=True)
+    for name, tensor in inventory.parameters().items():
+        trace.know(f"parameter {name}", tensor, PARAMETER, watched=True, owner=name)
+    introduce_states(trace, inventory)
+
+
+def introduce_states(trace: Trace, inventory: Inventory) -> None:
+    for name, owner, tensor in inventory.states():
+        trace.know(f"state {name}", tensor, STATE, watched=True, owner=owner)

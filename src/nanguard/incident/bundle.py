@@ -1,0 +1,303 @@
+"""Keeps failing steps on disk: ``run_dir/incidents/0001/``, whole or not at all, and never in the way of training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.diagnosis.batches import named_tensors, num_samples, take
+from nanguard.incident.files import Draft, tree_of_rng
+from nanguard.incident.surroundings import environment
+from nanguard.naming import plain_name, unwrapped
+from nanguard.records import Outcome, Reading
+from nanguard.snapshot.files import sync
+from nanguard.window import Microbatch, Window
+
+log = logging.getLogger("nanguard")
+
+Capture = Literal["none", "meta", "batch", "full"]
+"""``none``: nothing. ``meta``: what happened, and no data. ``batch``: the data and random states of the step too.
+``full``: also the weights, as the step found them."""
+
+BATCH_LIMIT = 256 << 20
+WEIGHTS_LIMIT = 1 << 30
+SAMPLES_LIMIT = 16 << 20
+"""Bytes. What is over is left out, and ``incident.json`` says so."""
+
+MOST = 100
+"""How many bundles of a run hold data. Those after it hold none (``meta``), and after ten times as many none is
+written: a bad shard of data must not fill the disk."""
+
+_MOST_SAMPLES, _MOST_TENSORS, _MOST_READINGS = 8, 64, 64
+_FACTOR = 10
+_DAY_S = 86_400.0
+_NAME = re.compile(r"([0-9]{4,})(?:-rank([0-9]+))?")
+_PASSING = re.compile(r"writing-[0-9]+-[0-9a-f]{8}")
+
+
+def folders(run_dir: str | Path) -> list[Path]:
+    """The incidents of a run, in order: those of ``run_dir/incidents``, by name alone. None where there is no such."""
+    found = []
+    for path in _entries(Path(run_dir) / "incidents"):
+        if match := _NAME.fullmatch(path.name):
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for _, _, path in sorted(found)]
+
+
+class Bundles:
+    """Those of one run, written by one rank. An existing ``run_dir`` goes on with the next free number.
+
+    ``rank`` 0 writes ``incidents/0001``, another ``incidents/0001-rank3``: each rank keeps its own data. Nothing is
+    written, not even a folder, before there is an incident.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        capture: Capture = "batch",
+        *,
+        precision: str = "fp32",
+        rank: int = 0,
+        world_size: int = 1,
+        batch_limit: int = BATCH_LIMIT,
+        weights_limit: int = WEIGHTS_LIMIT,
+        most: int = MOST,
+    ) -> None:
+        if capture not in get_args(Capture):
+            raise ValueError(f"capture must be one of {', '.join(map(repr, get_args(Capture)))}, got {capture!r}")
+        for name, value in (("batch_limit", batch_limit), ("weights_limit", weights_limit), ("most", most)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
+        self.run_dir, self.capture = Path(run_dir), capture
+        self.folder = self.run_dir / "incidents"
+        self._precision, self._rank, self._world_size = precision, rank, world_size
+        self._batch_limit, self._weights_limit, self._most = batch_limit, weights_limit, most
+        self._warned: set[str] = set()
+
+    def keep(
+        self,
+        number: int,
+        *,
+        outcome: Outcome,
+        window: Window | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        precision: str | None = None,
+        kept_fp32: Sequence[str] = (),
+    ) -> Path | None:
+        """Writes one incident and returns its folder; None where it was not to be written, or could not.
+
+        Call it with the world as the failing step found it. ``number`` is that of the incident in its run; the folder
+        has the next one that is free. ``precision`` is what the step ran in, where that is no longer what the run began
+        with; ``kept_fp32`` are the modules that ran in fp32. Waits for the device. Never raises for what goes wrong: a
+        full disk, a batch that cannot be read; that is a warning.
+        """
+        if self.capture == "none":
+            return None
+        step = outcome.verdict.reading.step
+        try:
+            numbers = self._numbers()
+            capture = self._allowed(len(numbers))
+            if capture == "none":
+                return None
+            draft = Draft()
+            facts = self._facts(number, outcome, window, history, model, precision, kept_fp32)
+            facts["capture"] = capture
+            facts["microbatches"] = [] if window is None else [_described(m, capture) for m in window.microbatches]
+            self._gather(draft, capture, outcome, window, model)
+            facts["captured"] = sorted({name.partition("[")[0] for name in draft.trees})
+            return self._write(draft, facts, max([number, *(n + 1 for n in numbers)]))
+        except Exception as error:
+            # As text: whoever keeps the record would keep the error, its frames, and with them a whole batch.
+            why = f"{type(error).__name__}: {error}"
+            log.warning("step %d: the incident is not kept in %s (%s); the run goes on", step, self.folder, why)
+            return None
+
+    # ---- what there is to say ------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        number: int,
+        outcome: Outcome,
+        window: Window | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        precision: str | None,
+        kept_fp32: Sequence[str],
+    ) -> dict[str, Any]:
+        reading, diagnosis = outcome.verdict.reading, outcome.diagnosis
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        return {
+            "number": number,
+            "time": time.time(),
+            "step": reading.step,
+            "epoch": reading.epoch,
+            "batch": reading.batch,
+            "outcome": replace(outcome, diagnosis=None, bundle="").as_dict(),
+            "diagnosis": None if diagnosis is None else diagnosis.as_dict(),
+            "environment": environment(
+                device=device,
+                precision=precision or self._precision,
+                rank=self._rank,
+                world_size=self._world_size,
+            ),
+            "history": [_brief(each) for each in list(history)[-_MOST_READINGS:]],
+            "divisor": 1 if window is None else window.divisor,
+            "eval_modules": _in_eval(window, model),
+            "kept_fp32": list(kept_fp32),
+        }
+
+    def _gather(
+        self, draft: Draft, capture: Capture, outcome: Outcome, window: Window | None, model: nn.Module
+    ) -> None:
+        if capture == "meta":
+            draft.leave_out("data and weights", "no data are written with capture='meta'")
+            if self.capture != "meta":
+                draft.notes.append(
+                    f"capture={self.capture!r} was asked for, but {self._most} bundles hold data already"
+                )
+            return
+        batches = [] if window is None else window.batches
+        if all(batch is None for batch in batches):
+            draft.leave_out("batch", "the guard has not seen the data of the step: iterate over guard.epoch(loader)")
+        else:
+            draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, self._batch_limit)
+            self._add_samples(draft, outcome, batches)
+        states = [] if window is None else [micro.rng for micro in window.microbatches]
+        if not states or any(state is None for state in states):
+            draft.leave_out("rng", "the guard did not call the loss function itself")
+        else:
+            trees = {f"rng[{i}]": tree_of_rng(state) for i, state in enumerate(states) if state is not None}
+            draft.add("rng", trees, self._batch_limit)
+        if capture == "full":
+            draft.add_named("weights", _weights(model), self._weights_limit)
+        else:
+            draft.leave_out("weights", "they are written with capture='full' only")
+
+    def _add_samples(self, draft: Draft, outcome: Outcome, batches: list[Any]) -> None:
+        """The part of the batch that is to blame: small, and there where the whole is too large."""
+        diagnosis = outcome.diagnosis
+        if diagnosis is None or not diagnosis.samples:
+            return
+        place = diagnosis.microbatch or 0
+        batch = batches[place] if place < len(batches) else None
+        num = num_samples(batch)
+        samples = [i for i in diagnosis.samples if num is not None and i < num][:_MOST_SAMPLES]
+        if num is None or not samples:
+            return
+        try:
+            some = take(batch, samples, num)
+        except Exception as error:  # a batch may be of any class
+            draft.leave_out("samples", f"the batch cannot be cut: {type(error).__name__}: {error}")
+            return
+        draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, SAMPLES_LIMIT)
+
+    # ---- onto the disk -------------------------------------------------------------------------------------------
+
+    def _write(self, draft: Draft, facts: dict[str, Any], number: int) -> Path:
+        self._tidy()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            draft.write(path, facts)
+            while True:
+                final = self.folder / f"{number:04d}{f'-rank{self._rank}' if self._rank else ''}"
+                if not os.path.lexists(final):
+                    os.rename(path, final)
+                    break
+                number += 1
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        sync(self.folder)
+        return final
+
+    def _numbers(self) -> list[int]:
+        matches = (_NAME.fullmatch(path.name) for path in _entries(self.folder))
+        return [int(match[1]) for match in matches if match and int(match[2] or 0) == self._rank]
+
+    def _allowed(self, number: int) -> Capture:
+        """What may still be written where there are so many already."""
+        if number < self._most:
+            return self.capture
+        there_are = f"{number} incidents are kept in {self.folder}"
+        if number >= _FACTOR * self._most:
+            self._warn_once("none", f"{there_are}: no more will be. Remove what is of no use")
+            return "none"
+        if self.capture != "meta":
+            self._warn_once("meta", f"{there_are}: from now on without data. Remove what is of no use")
+        return "meta"
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s", text)
+
+    def _tidy(self) -> None:
+        """Removes what a process that died has left half; what is a day old has no owner."""
+        for path in _entries(self.folder):
+            if _PASSING.fullmatch(path.name) and time.time() - _changed(path) > _DAY_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _described(micro: Microbatch, capture: Capture) -> dict[str, Any]:
+    """Types and shapes of the tensors of a batch, and their names where data may be written: keys may be data."""
+    enabled, dtype = micro.autocast
+    tensors = [
+        {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "device": str(t.device)}
+        for name, t in islice(named_tensors(micro.batch), _MOST_TENSORS)
+    ]
+    if capture == "meta":
+        tensors = [{key: value for key, value in each.items() if key != "name"} for each in tensors]
+    return {"autocast": [enabled, str(dtype).removeprefix("torch.")], "tensors": tensors}
+
+
+def _brief(reading: Reading) -> dict[str, Any]:
+    """Without what is as it usually is."""
+    usual = {f.name: f.default for f in fields(reading)}
+    return {key: value for key, value in asdict(reading).items() if value != usual[key]}
+
+
+def _in_eval(window: Window | None, model: nn.Module) -> list[str]:
+    """Names of the modules that were not in training mode when the step began."""
+    modes = {} if window is None else {id(module): mode for module, mode in window.training}
+    named = unwrapped(model).named_modules()
+    return [plain_name(name) for name, module in named if not modes.get(id(module), module.training)]
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return dict(_named_weights(model))
+
+
+def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    inner = unwrapped(model)
+    for named in (inner.named_parameters(), inner.named_buffers()):
+        yield from ((plain_name(name), tensor) for name, tensor in named)

@@ -1,0 +1,177 @@
+"""Finds the user's function that builds model and loss, calls it, and understands what it returns."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanguard.errors import NanguardError
+
+SHAPES = "(model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn), or a dict of these names"
+_ORDERS = {
+    2: ("model", "loss_fn"),
+    3: ("model", "optimizer", "loss_fn"),
+    4: ("model", "optimizer", "batches", "loss_fn"),
+}
+
+
+class ReplayError(NanguardError):
+    """A step could not be run again. The message says why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the user's function gave: ``loss_fn(model, batch)`` returns the loss."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Any]
+    optimizer: Any = None
+    batches: Any = None
+
+
+def build(entry: str, seed: int) -> Program:
+    """Imports ``package.module:function`` or ``path/to/file.py:function`` and calls it, with the seed if it takes one.
+
+    torch's generators are seeded before. Raises ``ReplayError`` for all that goes wrong, in the user's code too.
+    """
+    function = _function(entry)
+    arguments = (seed,) if _takes_seed(function, entry) else ()
+    torch.manual_seed(seed)
+    try:
+        given = function(*arguments)
+    except (Exception, SystemExit) as error:
+        raise ReplayError(f"--entry {entry}: {_call(function, arguments)} raised {told(error)}") from error
+    return _program(given, entry)
+
+
+def _function(entry: str) -> Callable[..., Any]:
+    where, colon, name = entry.rpartition(":")
+    if not colon or not where or not name:
+        raise ReplayError(f"--entry must be module:function or path/to/file.py:function, got {entry!r}")
+    module = _from_file(where, entry) if where.endswith(".py") else _by_name(where, entry)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        there = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
+        close = difflib.get_close_matches(name, there, cutoff=0.4) or there[:5]
+        hint = f"; there are {', '.join(close)}" if close else ""
+        raise ReplayError(f"--entry {entry}: {where} has no function {name!r}{hint}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _from_file(where: str, entry: str) -> ModuleType:
+    path = Path(where)
+    if not path.is_file():
+        raise ReplayError(f"--entry {entry}: there is no file {where}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ReplayError(f"--entry {entry}: {where} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    _put_on_path(str(path.resolve().parent))
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if before is None:
+            del sys.modules[path.stem]
+        else:
+            sys.modules[path.stem] = before
+        raise ReplayError(f"--entry {entry}: importing {where} raised {told(error)}") from error
+    return module
+
+
+def _by_name(where: str, entry: str) -> ModuleType:
+    _put_on_path(os.getcwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{where}.".startswith(f"{error.name}."):
+            looked = f"there is no module {error.name!r}, neither in {os.getcwd()} nor installed"
+            raise ReplayError(f"--entry {entry}: {looked}. A file works too: path/to/file.py:build") from None
+        raise ReplayError(f"--entry {entry}: importing {where} raised {told(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ReplayError(f"--entry {entry}: importing {where} raised {told(error)}") from error
+
+
+def _put_on_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _takes_seed(function: Callable[..., Any], entry: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        names = ", ".join(p.name for p in needed)
+        raise ReplayError(f"--entry {entry}: it needs {names}, and can be called as build() or build(seed) only")
+    return bool(needed) or any(p.name == "seed" for p in positional[:1])
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    return f"{getattr(function, '__name__', 'it')}({', '.join(map(str, arguments))})"
+
+
+def _program(given: Any, entry: str) -> Program:
+    wrong = f"--entry {entry}: it must return {SHAPES}; it returned "
+    if isinstance(given, (tuple, list)) and not hasattr(given, "_fields"):
+        if len(given) not in _ORDERS:
+            raise ReplayError(f"{wrong}{len(given)} values")
+        members = dict(zip(_ORDERS[len(given)], given, strict=True))
+    elif isinstance(given, Mapping):
+        members = {str(key): value for key, value in given.items()}
+    else:
+        names = ("model", "optimizer", "batches", "loss_fn")
+        members = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    for name in ("model", "loss_fn"):
+        if name not in members:
+            raise ReplayError(f"{wrong}{_article(given)} without {name}")
+    model, loss_fn = members["model"], members["loss_fn"]
+    if not isinstance(model, nn.Module):
+        raise ReplayError(f"{wrong}{_article(model)} in the place of the model, which must be a torch.nn.Module")
+    if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
+        raise ReplayError(
+            f"{wrong}{_article(loss_fn)} in the place of loss_fn, which must be a function: loss_fn(model, batch)"
+        )
+    return Program(model=model, loss_fn=loss_fn, optimizer=members.get("optimizer"), batches=members.get("batches"))
+
+
+def _article(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with the line it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not is_inside(frame.filename)]
+    at = f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ") + at
+
+
+_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
+
+
+def is_inside(file: str) -> bool:
+    """Whether a file is torch's, nanguard's, or what imports them."""
+    return file.startswith((*_INSIDE, "<frozen")) or file == importlib.__file__
