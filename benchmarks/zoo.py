@@ -11,6 +11,7 @@ the public API, until the guard has explained itself. Of a case only ``build``, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -46,6 +47,10 @@ def predict(path: Path, device: str = "cpu") -> Prediction:
     case = load(path)
     facts = case.CASE
     model, optimizer, batches, loss_fn = case.build(0)
+    if device != "cpu":  # parameters move in place, so that the optimizer still has them
+        model.to(device)
+        batches = moved(batches, device)
+        torch.set_default_device(device)
     guard = nanguard.Guard(
         model,
         optimizer,
@@ -73,6 +78,22 @@ def predict(path: Path, device: str = "cpu") -> Prediction:
     best = next((incident for incident in said if incident.diagnosis and incident.diagnosis.op), said[0])
     assert best.diagnosis is not None
     return _prediction(path.stem, best.diagnosis.batch, best.diagnosis)
+
+
+def moved(tree: Any, device: str) -> Any:
+    """With all tensors on a device."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: moved(child, device) for key, child in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(moved(child, device) for child in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(moved(child, device) for child in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values = {field.name: moved(getattr(tree, field.name), device) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **values)
+    return tree
 
 
 def _is_explained(guard: nanguard.Guard) -> bool:
@@ -118,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How right a diagnosis is about the programs of the zoo.")
     parser.add_argument("--cases", type=Path, default=ZOO / "cases", help="a folder of cases")
     parser.add_argument("--out", type=Path, default=Path("predictions.json"), help="where to write what was said")
+    parser.add_argument("--device", default="cpu", help="where to train; the cases are written for a CPU")
     parser.add_argument("--only", nargs="*", help="ids of cases")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each diagnosis")
     args = parser.parse_args()
@@ -132,10 +154,12 @@ def main() -> None:
     for number, path in enumerate(paths, start=1):
         print(f"\r{number}/{len(paths)} {path.stem:40s}", end="", file=sys.stderr, flush=True)
         try:
-            predictions.append(predict(path))
+            predictions.append(predict(path, args.device))
         except Exception as error:  # one program that cannot be run says nothing about the others
             print(f"\n{path.stem}: {type(error).__name__}: {error}", file=sys.stderr)
             predictions.append({"id": path.stem, "detected": False, "error": repr(error)})
+        finally:
+            torch.set_default_device("cpu")
     args.out.write_text(json.dumps(predictions, indent=1) + "\n")
     print(f"\r{len(paths)} cases in {time.monotonic() - began:.0f} s; written to {args.out}", file=sys.stderr)
 

@@ -43,7 +43,7 @@ class Clipper:
         self._device = device
         self._window: NormWindow | None = None
         self._clipped: Tensor | None = None
-        self._factors = torch.empty(0)
+        self._factors = torch.empty(0, device="cpu")
         self._each_factor: Sequence[Tensor] = ()
 
     @property

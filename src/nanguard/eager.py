@@ -98,6 +98,9 @@ class Eager:
             return
         if not self._catch_up():
             bench.journal.record(self._climber.answer(window, verdict.reading).outcome(applied=False))
+            interrupt = self._climber.take_interrupt()
+            if interrupt is not None:
+                raise interrupt
 
     def _catch_up(self) -> bool:
         """Looks at all there is; whether the run has gone back by it, and what came after counts no more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ class Journal:
             self._log.write("end", steps=steps, counts=dict(self.counts))
 
     def state_dict(self) -> dict[str, Any]:
-        history = [outcome.as_dict() for outcome in self.history]
+        # What a diagnosis found is in the run log; how long it took would make equal runs differ.
+        history = [replace(outcome, diagnosis=None).as_dict() for outcome in self.history]
         return {"counts": dict(self.counts), "history": history, "trend": self.trend.as_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

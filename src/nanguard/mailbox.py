@@ -56,4 +56,5 @@ class Mailbox:
         if self._pool:
             return self._pool.pop()
         event: Any = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
-        return Letter(torch.empty(size, dtype=torch.float64, pin_memory=self._on_cuda), event, self._pool)
+        memory = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=self._on_cuda)
+        return Letter(memory, event, self._pool)

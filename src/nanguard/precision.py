@@ -73,7 +73,9 @@ class Scaler:
 
     def __init__(self, options: LossScale, device: torch.device) -> None:
         self.options = options
-        self.floor = torch.tensor(options.floor).item()  # as the device has it, so that host and device agree
+        self.floor = torch.tensor(
+            options.floor, device="cpu"
+        ).item()  # as the device has it, so that host and device agree
         self.scale = torch.tensor(options.initial, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
 

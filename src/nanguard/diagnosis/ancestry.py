@@ -14,7 +14,7 @@ def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, s
     if source.op in ("add", "clamp", "clamp_min", "maximum", "sub", "rsub"):
         kind = getattr(torch, source.dtype.removeprefix("torch."), torch.float32)
         for scalar in source.scalars:
-            if 0 < abs(scalar) < 1e-3 and torch.tensor(scalar, dtype=torch.float64).to(kind).item() == 0:
+            if 0 < abs(scalar) < 1e-3 and torch.tensor(scalar, dtype=torch.float64, device="cpu").to(kind) == 0:
                 return scalar, source.dtype.removeprefix("torch.")
     if source.op in ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "mul", "unsqueeze", "pow"):
         for parent in source.parents:

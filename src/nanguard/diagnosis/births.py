@@ -21,8 +21,6 @@ def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
     run, event, note = exam.run, finding.event, finding.event.note
     cause, because = name_cause(Case(run.trace, finding))
     phase: Phase = "backward" if finding.discarded else note.phase
-    if event.kind == "given" and event.has_nan:
-        cause, because = "uninitialized_memory", f"{note.op} gives memory that nothing was written to"
     if run.found == "buffers":
         phase, cause, because = "buffer", "buffer_corrupted", f"written into {run.names[0]}: {because}"
     diagnosis = Diagnosis(

@@ -115,6 +115,16 @@ def reach(operand: Operand | None) -> float:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
+def _given(case: Case) -> tuple[Cause, str] | None:
+    """A value that an op brought along: memory that nobody wrote to, or torch's own NaN for what has no answer."""
+    if case.event.kind != "given" or not case.event.has_nan:
+        return None
+    near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
+    if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
+        return "log_of_negative", "logdet of a matrix whose determinant is negative"
+    return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
+
+
 def _ctc(case: Case) -> tuple[Cause, str] | None:
     if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
         return None
@@ -368,6 +378,13 @@ def _overflow(case: Case) -> tuple[Cause, str] | None:
     return None
 
 
+def _norm_inside(case: Case) -> tuple[Cause, str] | None:
+    """Ops that divide by a norm themselves."""
+    if "weight_norm" not in case.op and case.op not in ("renorm", "cosine_similarity", "normalize"):
+        return None
+    return "division_by_near_zero_norm", f"{case.op} divides a vector of zeros by its norm"
+
+
 def _normalisation(case: Case) -> tuple[Cause, str] | None:
     if case.op not in (
         "native_layer_norm",
@@ -402,12 +419,13 @@ _VALUE_RULES: tuple[Rule, ...] = (
     _statistic,
     _softmax,
     _normalisation,
+    _norm_inside,
     _infinities,
     _overflow,
     _loss_over_nothing,
 )
 
-RULES: tuple[Rule, ...] = (_ctc, _custom_backward, _discarded, _root_gradient, _by_value)
+RULES: tuple[Rule, ...] = (_given, _ctc, _custom_backward, _discarded, _root_gradient, _by_value)
 
 
 def all_rules() -> Iterable[Rule]:

@@ -93,7 +93,8 @@ def largest(tensor: Tensor) -> float:
 def place_of_first(mask: Tensor) -> tuple[int, ...]:
     """The index of the first True."""
     flat = int(mask.reshape(-1).to(torch.uint8).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), mask.shape))
+    place = torch.tensor(flat, device="cpu")
+    return tuple(int(i) for i in torch.unravel_index(place, mask.shape))
 
 
 def value_at(tensor: Tensor, shape: torch.Size, index: tuple[int, ...]) -> float | None:

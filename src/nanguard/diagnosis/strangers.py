@@ -60,7 +60,7 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
         because = f"{name} is non-finite before the step"
         return replace(diagnosis, phase="optimizer", cause="optimizer_state_corrupted", because=because)
     where, samples = _where_in_batch(exam, event.origin)
-    line = authorship.line_that_makes_data(_names_of(exam, event.origin), exam.files())
+    line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files())
     line = line or authorship.line_that_writes_nonfinite(exam.files())
     return replace(
         diagnosis,
@@ -142,14 +142,17 @@ def _where_in_batch(exam: Exam, origin: str) -> tuple[str, tuple[int, ...]]:
     return f"{kind}{at}{more}", tuple(rows[:64]) if is_samples else ()
 
 
-def _names_of(exam: Exam, origin: str) -> list[str]:
-    """What the program calls a tensor of the batch: by its key, or by the name it is unpacked to."""
+def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
+    """What the program calls a tensor of the batch: keys, or the name it is unpacked to; its place, and of how many."""
     names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
     places = re.findall(r"\[(\d+)\]", origin)
     if places and not names and exam.window.microbatches:
         loss_fn = exam.window.microbatches[exam.run.microbatch].loss_fn
         names += authorship.names_in_unpacking(loss_fn, int(places[0]))
-    return names
+    batch = exam.window.microbatches[exam.run.microbatch].batch if exam.window.microbatches else None
+    if isinstance(batch, (list, tuple)) and len(places) == 1:
+        return names, int(places[0]), len(batch)
+    return names, None, 0
 
 
 # ---- what the program writes during the step -------------------------------------------------------------------------

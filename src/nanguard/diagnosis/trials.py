@@ -135,9 +135,8 @@ class Trials:
         alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
-        if alone is False and without is True:
-            return replace(diagnosis, samples=tuple(suspects))
-        return replace(diagnosis, samples=tuple(suspects) if alone is False else ())
+        is_innocent = alone is True or (alone is None and without is False)
+        return replace(diagnosis, samples=() if is_innocent else tuple(suspects))
 
     def _bisected(self, num: int) -> list[int]:
         """The smallest half of halves that alone is non-finite; empty where no half is."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from nanguard.incident.surroundings import environment
 from nanguard.naming import plain_name, unwrapped
 from nanguard.records import Outcome, Reading
 from nanguard.snapshot.files import sync
-from nanguard.window import Microbatch, Window
+
+if TYPE_CHECKING:
+    from nanguard.window import Microbatch, Window
 
 log = logging.getLogger("nanguard")
 
@@ -195,14 +197,14 @@ class Bundles:
             return
         place = diagnosis.microbatch or 0
         batch = batches[place] if place < len(batches) else None
-        num = num_samples(batch)
-        samples = [i for i in diagnosis.samples if num is not None and i < num][:_MOST_SAMPLES]
-        if num is None or not samples:
-            return
         try:
-            some = take(batch, samples, num)
+            num = num_samples(batch) or 0
+            samples = [i for i in diagnosis.samples if 0 <= i < num][:_MOST_SAMPLES]
+            some = take(batch, samples, num) if samples else None
         except Exception as error:  # a batch may be of any class
             draft.leave_out("samples", f"the batch cannot be cut: {type(error).__name__}: {error}")
+            return
+        if not samples:
             return
         draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, SAMPLES_LIMIT)
 
@@ -271,9 +273,14 @@ def _entries(folder: Path) -> list[Path]:
 def _described(micro: Microbatch, capture: Capture) -> dict[str, Any]:
     """Types and shapes of the tensors of a batch, and their names where data may be written: keys may be data."""
     enabled, dtype = micro.autocast
+    try:
+        named = list(islice(named_tensors(micro.batch), _MOST_TENSORS))
+    except Exception:  # a batch may be of any class, and may hold itself
+        log.debug("the tensors of a batch cannot be listed", exc_info=True)
+        named = []
     tensors = [
         {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "device": str(t.device)}
-        for name, t in islice(named_tensors(micro.batch), _MOST_TENSORS)
+        for name, t in named
     ]
     if capture == "meta":
         tensors = [{key: value for key, value in each.items() if key != "name"} for each in tensors]

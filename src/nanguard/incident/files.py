@@ -60,7 +60,7 @@ class Draft:
         if self._fits(what, tensors, limit, size):
             self.trees.update(data)
             self.tensors.update(tensors)
-            self.notes += notes
+            self.notes += notes if what != "samples" or "batch[0]" not in self.trees else []
 
     def add_named(self, what: str, tensors: Mapping[str, Tensor], limit: int) -> None:
         """Tensors by their own names, all of them or none."""

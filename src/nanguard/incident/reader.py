@@ -145,9 +145,9 @@ def _bundle(folder: Path, document: dict[str, Any]) -> Bundle:
     for each in document["left_out"]:
         if not isinstance(each, dict) or not {"what", "why"} <= each.keys():
             raise ValueError("left_out: expected what and why of each")
-    _check_contents(document)
     stored = document.get("tensors")
     check_tensors(folder, stored)
+    _check_contents(document)
     told = document.get("diagnosis")
     outcome = built(Outcome, {**built(dict, document.get("outcome"), "outcome"), "diagnosis": None}, "outcome")
     diagnosis = None if told is None else Diagnosis.from_dict(told)

@@ -29,6 +29,7 @@ COMPARED = ("cause", "op", "module")
 
 # What only the steps before can tell from a plain overflow; the module named is then the one around.
 _BY_HISTORY = ("attention_logit_growth", "gradient_explosion")
+_DAMAGE = ("parameter_corrupted", "buffer_corrupted", "optimizer_state_corrupted")
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 
 
@@ -117,7 +118,9 @@ def replay(stage: Stage) -> Replayed:
         if found is not None:
             break
     if found is not None and recorded is not None and _is_known_by_history(recorded, found):
-        stage.notes.append(f"the run called it {recorded.cause}, by the steps before; of one step it is {found.cause}")
+        stage.notes.append(f"the run called it {recorded.cause}, by the steps before; alone it is {found.cause}")
+    if found is not None and recorded is not None and _is_same_damage(recorded, found):
+        stage.notes.append("the kept weights are damaged; what did that happened before this step, and is not in it")
     return Replayed(
         recorded=recorded,
         diagnosis=found,
@@ -157,7 +160,7 @@ def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]
     if now is None:
         again = "" if then is None or then.repeats else ", as it was when the run tried it again"
         yield f"the step is finite here{again}"
-    elif then is not None and not _is_known_by_history(then, now):
+    elif then is not None and not _is_known_by_history(then, now) and not _is_same_damage(then, now):
         for name in COMPARED:
             before, after = getattr(then, name), getattr(now, name)
             if before != after:
@@ -170,15 +173,20 @@ def _is_known_by_history(then: Diagnosis, now: Diagnosis) -> bool:
     return then.cause in _BY_HISTORY and now.cause in _OVERFLOWS and then.op == now.op and is_inside
 
 
+def _is_same_damage(then: Diagnosis, now: Diagnosis) -> bool:
+    """Whether the same module's state was non-finite before the step, which the run knew without an op."""
+    return then.cause in _DAMAGE and not then.op and now.phase in ("parameter", "buffer") and then.module == now.module
+
+
 def _loss_scale(bundle: Bundle) -> LossScale | None:
     """The scale of the step; what it was divided by for accumulation is in it."""
     scale = bundle.outcome.verdict.reading.scale
     if scale is None:
         return None
-    scale = scale / max(1, bundle.facts["divisor"])
     try:
+        scale = scale / max(1, bundle.facts["divisor"])
         return LossScale(initial=scale, floor=min(1.0, scale))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ReplayError(f"{bundle.path} has a loss scale that cannot be: {error}") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import keyword
 import operator
 import sys
@@ -109,8 +110,9 @@ class _Preparing:
             if isinstance(value, plain):
                 return self._instead(value, plain(value), f"a plain {plain.__name__}", name)
         for container in (list, tuple, set, frozenset, deque):
-            if isinstance(value, container):
-                return self._instead(value, container(value), f"a plain {container.__name__}", name)
+            if isinstance(value, container):  # which may be read from somewhere, without end
+                some = container(itertools.islice(value, _MOST_VALUES + 1))
+                return self._instead(value, some, f"a plain {container.__name__}", name)
         if isinstance(value, PurePath):
             return self._instead(value, str(value), "text", name)
         return self._object(value, name)
@@ -255,6 +257,13 @@ def _kind(name: str, fields: tuple[str, ...]) -> Any:
     return type(name, (tuple,), members)
 
 
+def _packed(content: Any) -> PackedSequence:
+    is_one = isinstance(content, list) and len(content) == 4 and all(isinstance(each, Tensor) for each in content[:2])
+    if not is_one or not all(each is None or isinstance(each, Tensor) for each in content[2:]):
+        raise ValueError("not a packed sequence")
+    return PackedSequence(*content)
+
+
 def _made_fields(content: Any) -> Fields:
     if type(content) is not dict or not all(type(key) is str for key in content):
         raise ValueError("not the fields of an object")
@@ -265,5 +274,5 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$named": _named,
     "$fields": _made_fields,
     "$lost": lambda content: Lost(str(content)),
-    "$packed": lambda content: PackedSequence(*content),
+    "$packed": _packed,
 }

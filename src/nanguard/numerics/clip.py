@@ -144,14 +144,14 @@ class NormWindow:
         return {"values": self._values.tolist(), "count": self._count.tolist()}
 
     def load_state_dict(self, state: dict[str, list[list[float]] | list[int]]) -> None:
-        values = torch.tensor(state["values"], dtype=torch.float64)
+        values = torch.tensor(state["values"], dtype=torch.float64, device="cpu")
         if values.shape != self._values.shape:
             raise ValueError(
                 f"the saved norm window has shape {tuple(values.shape)}, this guard needs "
                 f"{tuple(self._values.shape)}: use the same parameter groups and ZScore options"
             )
         self._values.copy_(values)
-        self._count.copy_(torch.tensor(state["count"]))
+        self._count.copy_(torch.tensor(state["count"], device="cpu"))
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:

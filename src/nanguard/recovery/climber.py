@@ -122,6 +122,11 @@ class Climber:
         behind = self._bench.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
+    def take_interrupt(self) -> KeyboardInterrupt | None:
+        """What interrupted an examination, for whoever has recorded its outcome to raise."""
+        interrupt, self.clinic.interrupt = self.clinic.interrupt, None
+        return interrupt
+
     def look(self, window: Window) -> Answer | None:
         """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
         damaged = self.damaged()

@@ -365,7 +365,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _stream(device: torch.device) -> Any:

@@ -1,0 +1,162 @@
+"""Reads the user's program without running it: which lines a value is made of, and which could give a NaN or Inf."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from nanguard.diagnosis.record import Source
+
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+
+_LITERAL, _LIKELY, _POSSIBLE = 4, 3, 1
+_LIKELY_CALLS = frozenset(
+    (
+        *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "std", "var", "mean", "nanmean", "reciprocal", "div"),
+        *("true_divide", "erfinv", "acos", "asin", "atanh", "inv"),
+    )
+)
+_POSSIBLE_CALLS = frozenset(("exp", "pow", "norm", "half", "empty", "empty_like", "prod", "cumprod", "square"))
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A line that a value may come from, and how much speaks for it: 0 where nothing does."""
+
+    risk: int
+    source: Source
+
+
+@dataclass(slots=True)
+class Program:
+    """The parsed files of a program."""
+
+    files: tuple[str, ...]
+    functions: dict[str, list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]] = field(default_factory=dict)
+    _scopes: dict[int, Scope] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            tree = parsed(file)
+            if tree is not None:
+                self._enter(file, tree, tree)
+
+    def _enter(self, file: str, node: ast.AST, scope: Scope) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._scopes[id(child)] = scope
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.functions.setdefault(child.name, []).append((file, child))
+                self._enter(file, child, child)
+            else:
+                self._enter(file, child, scope)
+
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+        """All nodes of these kinds, file by file."""
+        for file in self.files:
+            tree = parsed(file)
+            if tree is not None:
+                yield from ((file, node) for node in ast.walk(tree) if isinstance(node, kinds))
+
+    def origin(self, file: str, statement: ast.AST, value: ast.AST) -> Origin:
+        """The line most likely to have made a value non-finite: the statement itself, or one that it is made of.
+
+        Follows names to their assignments in the same function, and calls into functions of the program.
+        """
+        best = Origin(risk_of(value), source_of_node(file, statement))
+        seen: set[int] = {id(value)}
+        waiting = [(file, statement, value, 0)]
+        while waiting:
+            file, statement, value, depth = waiting.pop(0)
+            risk = risk_of(value)
+            if risk > best.risk:
+                best = Origin(risk, source_of_node(file, statement))
+            if depth < _DEEPEST:
+                for part in self._made_of(file, statement, value):
+                    if id(part[2]) not in seen:
+                        seen.add(id(part[2]))
+                        waiting.append((*part, depth + 1))
+        return best
+
+    def _made_of(self, file: str, statement: ast.AST, value: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+        names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
+        scope = self._scopes.get(id(statement))
+        if scope is not None:
+            for node in ast.walk(scope):
+                if isinstance(node, (ast.Assign, ast.AugAssign)) and names & set(stored_names(node)):
+                    yield file, node, node.value
+        for call in ast.walk(value):
+            if isinstance(call, ast.Call):
+                for other, function in self.functions.get(last_name(call.func), ()):
+                    for node in ast.walk(function):
+                        if isinstance(node, (ast.Return, ast.Assign, ast.AugAssign)) and node.value is not None:
+                            yield other, node, node.value
+
+
+def risk_of(value: ast.AST) -> int:
+    """How likely an expression is to give a NaN or Inf by itself."""
+    risk = 0
+    for each in ast.walk(value):
+        if is_nonfinite_literal(each):
+            return _LITERAL
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) and not isinstance(each.right, ast.Constant):
+            risk = max(risk, _LIKELY)
+        elif isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow):
+            risk = max(risk, _POSSIBLE)
+        elif isinstance(each, ast.Call) and last_name(each.func) in _LIKELY_CALLS:
+            risk = max(risk, _LIKELY)
+        elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
+            risk = max(risk, _POSSIBLE)
+    return risk
+
+
+def is_nonfinite_literal(node: ast.AST) -> bool:
+    """``float("nan")``, ``math.inf`` and the like."""
+    if isinstance(node, ast.Call) and last_name(node.func) == "float" and node.args:
+        text = node.args[0]
+        return isinstance(text, ast.Constant) and str(text.value).strip("+-").lower() in ("nan", "inf", "infinity")
+    modules = ("math", "np", "numpy", "torch")
+    return isinstance(node, ast.Attribute) and node.attr in ("nan", "NaN", "inf") and last_name(node.value) in modules
+
+
+def stored_names(node: ast.Assign | ast.AugAssign) -> Iterator[str]:
+    """The variables, attributes and string keys that a statement stores to."""
+    for target in flattened(node.targets if isinstance(node, ast.Assign) else [node.target]):
+        yield stored_name(target)
+
+
+def stored_name(target: ast.AST) -> str:
+    if isinstance(target, ast.Subscript):
+        if isinstance(target.slice, ast.Constant) and isinstance(target.slice.value, str):
+            return target.slice.value
+        return stored_name(target.value)
+    return last_name(target)
+
+
+def flattened(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    for target in targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            yield from flattened(target.elts)
+        else:
+            yield target
+
+
+def last_name(node: ast.AST) -> str:
+    """``Adam`` of ``torch.optim.Adam``."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def source_of_node(file: str, node: ast.AST) -> Source:
+    line = int(getattr(node, "lineno", 1))
+    return Source(file=file, line=line, text=linecache.getline(file, line).strip())
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None

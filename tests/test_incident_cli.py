@@ -1,0 +1,644 @@
+"""``nanguard explain`` and ``nanguard replay``: what they say, and that nothing they are given brings them down."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import nanguard
+from nanguard.cli import app
+from nanguard.incident.bundle import Bundles
+from nanguard.incident.entry import build
+from nanguard.incident.files import INCIDENT, TENSORS
+from nanguard.incident.reader import load
+from nanguard.records import Action, Outcome, Reading, Verdict
+from nanguard.rng import Dice
+from nanguard.window import Microbatch, Window
+
+PROGRAM = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = self.drop(torch.relu(self.inp(x)))
+        energy = torch.log(x.abs().sum(1, keepdim=True))
+        return self.out(h) + energy
+
+
+class Rooted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.inp(x)
+        size = (h - h).pow(2).sum(1)
+        return size.sqrt()
+
+
+class Drawing(nn.Module):
+    """Fails by the numbers that it draws, and by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        drawn = torch.rand(()) > 0.999
+        return self.weight * x.sum() * torch.log(1 - (drawn | (self.weight > 5)).float())
+
+
+class Large(nn.Module):
+    """Overflows in fp16, and so does the gradient of a large loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inp(x * 0 + 3e4) * 3
+
+
+def large():
+    torch.manual_seed(0)
+    model = Large()
+    nn.init.ones_(model.inp.weight)
+    return model, lambda model, batch: model(batch["x"]).float().mean()
+
+
+def small():
+    torch.manual_seed(0)
+    model = Large()
+    return model, lambda model, batch: model.inp(batch["x"]).mean()
+
+
+def loss_fn(model, batch):
+    y = model(batch["x"])
+    return ((y - batch["y"]) ** 2).mean()
+
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    made = [{"x": torch.randn(6, 4, generator=g), "y": torch.zeros(6, 1), "id": ["a", "b"]} for _ in range(3)]
+    made[2]["x"][4] = 0
+    return made
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), batches(), loss_fn
+
+
+def rooted():
+    return Rooted(), loss_fn
+
+
+def drawing():
+    return {"model": Drawing(), "loss_fn": loss_fn}
+
+
+class Program:
+    def __init__(self):
+        self.model, self.loss_fn = Net(), loss_fn
+
+
+def fixed(seed=0):
+    """As someone would mend it."""
+    model = Net()
+    return model, lambda model, batch: model.out(model.inp(batch["x"])).sum()
+
+
+def elsewhere():
+    return Net(), lambda model, batch: (model(batch["x"].abs() + 1) / 0).mean()
+
+
+def smaller():
+    model = Net()
+    model.out = nn.Linear(8, 2)
+    return model, loss_fn
+
+
+def needs(a, b):
+    return a
+
+
+def raises():
+    raise RuntimeError("no data here")
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def wrong_number():
+    return 1, 2, 3, 4, 5
+
+
+def no_model():
+    return "model", loss_fn
+
+
+def module_as_loss():
+    return Net(), nn.MSELoss()
+
+
+def nothing():
+    return None
+
+
+def bad_step():
+    return Net(), lambda model, batch: model(batch["z"])
+
+
+not_a_function = 3
+'''
+
+names = (f"program_{os.getpid()}_{number}" for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules and paths of programs do not stay."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("program_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / f"{next(names)}.py"
+    path.write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def run(*arguments: Any, stdin: str | None = None) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def fail(
+    program: Path, function: str = "build", run_dir: str = "run", *, capture: Any = "full", **options: Any
+) -> Path:
+    """A step of the program that is not finite, diagnosed and kept as the guard does it."""
+    made = build(f"{program}:{function}", 0)
+    if "weight" in options:
+        with torch.no_grad():
+            made.model.weight.fill_(options["weight"])
+    batches = options.get("batches") or [sys.modules[program.stem].batches()[2]]
+    dice = Dice(torch.device("cpu"))
+    window = Window(2, 1, 2, True, len(batches))
+    if "seed" in options:
+        torch.manual_seed(options["seed"])
+    window.microbatches = [Microbatch(made.loss_fn, batch, dice.now(), True) for batch in batches]
+    window.training = [(module, module.training) for module in made.model.modules()]
+    window.microbatches[0].rng.restore(torch.device("cpu"))  # type: ignore[union-attr]
+    precision, scale = options.get("precision", "fp32"), options.get("scale")
+    loss_scale = None if scale is None else nanguard.LossScale(initial=scale)
+    diagnosis = nanguard.diagnose(
+        made.model, made.loss_fn, batches[-1], depth="brief", precision=precision, loss_scale=loss_scale
+    )
+    diagnosis = replace(diagnosis, **options.get("said", {}))
+    reading = Reading(step=2, epoch=1, batch=2, loss=float("-inf"), norms=(float("nan"),), found=("loss",), scale=scale)
+    action = Action(response="skip", rung=0, count=1, times=3, per=100)
+    outcome = Outcome(
+        verdict=Verdict(kind="nonfinite", reading=reading), action=action, applied=False, diagnosis=diagnosis
+    )
+    if options.get("unexamined"):
+        outcome = replace(outcome, diagnosis=None)
+    history = [Reading(step=1, epoch=1, batch=1, loss=0.25, norms=(2.0,))]
+    kept = Bundles(program.parent / run_dir, capture, precision=precision).keep(
+        1, outcome=outcome, window=window, history=history, model=made.model
+    )
+    assert kept is not None
+    del sys.modules[program.stem]
+    return kept
+
+
+# ---- explain
+
+
+def test_one_incident_is_told_in_full(program: Path) -> None:
+    path = fail(program)
+    result = run("explain", path)
+    assert result.exit_code == 0, result.output
+    told = result.stdout
+    assert "step 2  non-finite loss: step skipped" in told
+    assert "logarithm of zero" in told
+    assert "from birth to where it showed" in told
+    assert "step 1: loss 0.25, gradient norm 2" in told
+    assert "precision fp32, device cpu" in told
+    assert f"nanguard replay {path}" in told
+    lines = told.splitlines()
+    (marked,) = [place for place, line in enumerate(lines) if line.startswith("  > ")]
+    assert lines[marked].endswith("energy = torch.log(x.abs().sum(1, keepdim=True))")
+    assert lines[marked - 2].endswith("def forward(self, x):")
+    assert "return self.out(h) + energy" in lines[marked + 1]
+    assert run("explain", path / INCIDENT).stdout == told
+
+
+def test_a_line_that_has_changed_is_not_shown(program: Path) -> None:
+    path = fail(program)
+    program.write_text(PROGRAM.replace("energy = torch.log(", "energy = torch.log1p("))
+    told = run("explain", path).stdout
+    assert "has changed since: line" in told
+    assert "log1p" not in told
+    program.unlink()
+    assert "is not here to be shown" in run("explain", path).stdout
+
+
+def test_a_run_is_told_in_order_and_the_last_in_full(program: Path) -> None:
+    fail(program)
+    fail(program, "rooted")
+    fail(program, unexamined=True)
+    result = run("explain", program.parent / "run")
+    assert result.exit_code == 0
+    told = result.stdout
+    assert told.index("logarithm of zero") < told.index("derivative of a root at zero") < told.index("not examined")
+    assert "from birth to where it showed" not in told
+    assert f"nanguard explain {program.parent / 'run' / 'incidents' / '0001'}" in told
+    assert "(3 in " in told
+    assert run("explain", program.parent / "run" / "incidents").stdout.count("non-finite loss") == 3
+    brief = run("explain", program.parent / "run", "--brief").stdout
+    assert "not examined" not in brief
+    assert brief.count("non-finite loss") == 3
+
+
+def test_as_json_it_is_one_object_without_the_data(program: Path) -> None:
+    fail(program)
+    fail(program)
+    result = run("explain", program.parent / "run", "--json")
+    report = json.loads(result.stdout)
+    assert (report["schema"], report["status"], report["troubles"]) == (1, 0, [])
+    assert [incident["number"] for incident in report["incidents"]] == [1, 1]
+    assert report["incidents"][0]["diagnosis"]["cause"] == "log_of_zero"
+    assert report["incidents"][0]["outcome"]["verdict"]["reading"]["loss"] == "-inf"
+    assert "contents" not in report["incidents"][0]
+    assert result.exit_code == 0
+
+
+def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text('{"event": "run"}\n')
+    result = run("explain", tmp_path)
+    assert (result.exit_code, "no incident was kept" in result.stdout) == (0, True)
+    (tmp_path / "run.jsonl").write_text('{"event": "run"}\n{"event": "incident"}\n')
+    assert "tells of 1, which ran with capture='none'" in run("explain", tmp_path).stdout
+
+
+def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file.json").write_bytes(b"\x80\x04")
+    for path, words in (
+        (tmp_path / "nowhere", "there is no such file or folder"),
+        (tmp_path / "other", "neither a run nor an incident"),
+        (tmp_path / "file.json", "is torn"),
+    ):
+        result = run("explain", path)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert "Traceback" not in result.output
+        error = json.loads(run("explain", path, "--json").stdout)
+        assert error["status"] == 2
+
+
+def test_one_broken_incident_does_not_hide_the_others(program: Path) -> None:
+    first = fail(program)
+    fail(program)
+    (first / INCIDENT).write_text("{")
+    result = run("explain", program.parent / "run")
+    assert result.exit_code == 2
+    assert "logarithm of zero" in result.stdout
+    assert str(first) in result.stderr
+
+
+def test_nothing_in_a_file_steers_the_terminal(program: Path) -> None:
+    path = fail(program, said={"because": "\x1b[31mred\x07\ud800", "notes": ("[bold]x[/bold]",)})
+    told = run("explain", path).stdout
+    assert "\\x1b[31mred\\x07" in told
+    assert not [c for c in told if c != "\n" and not c.isprintable()]
+    assert "[bold]x[/bold]" in told
+
+
+def test_damaged_files_never_bring_it_down(program: Path) -> None:
+    path = fail(program)
+    dice = random.Random(0)
+    for name in (INCIDENT, TENSORS):
+        whole = (path / name).read_bytes()
+        for _ in range(40):
+            raw = bytearray(whole)
+            for _ in range(dice.choice([1, 20])):
+                raw[dice.randrange(len(raw))] = dice.randrange(256)
+            (path / name).write_bytes(raw if dice.random() < 0.7 else whole[: dice.randrange(len(whole))])
+            assert run("explain", path).exit_code in (0, 2)
+            assert run("explain", path, "--json").exit_code in (0, 2)
+            assert run("replay", path, "--entry", f"{program}:build").exit_code in (0, 1, 2)
+        (path / name).write_bytes(whole)
+
+
+# ---- replay
+
+
+@pytest.mark.parametrize("entry", ["file", "module", "class"])
+def test_the_same_is_found_again(program: Path, entry: str) -> None:
+    path = fail(program)
+    entry = {
+        "file": f"{program}:build",
+        "module": f"{program.stem}:build",
+        "class": f"{program.stem}:Program",
+    }[entry]
+    result = run("replay", path, "--entry", entry)
+    assert result.exit_code == 0, result.output
+    assert "reproduced: log_of_zero, log" in result.stdout
+    assert "note" not in result.stdout
+    assert "logarithm of zero" in result.stdout
+
+
+def test_of_a_run_the_last_incident_is_run(program: Path) -> None:
+    fail(program)
+    fail(program, "rooted")
+    result = run("replay", program.parent / "run", "--entry", f"{program}:rooted")
+    assert result.exit_code == 0
+    assert "sqrt_grad_at_zero" in result.stdout
+
+
+def test_weights_and_random_states_are_those_of_the_step(program: Path) -> None:
+    heavy = fail(program, "drawing", weight=7.0)
+    assert run("replay", heavy, "--entry", f"{program}:drawing").exit_code == 0
+    light = fail(program, "drawing", "light", weight=7.0, capture="batch")
+    result = run("replay", light, "--entry", f"{program}:drawing")
+    assert result.exit_code == 1
+    assert "NOT reproduced: the step is finite here" in result.stdout
+    assert "those that the entry gives are used" in result.stdout
+    assert "with capture='full'" in result.stdout
+    unlucky = next(seed for seed in range(20_000) if _first_draw(seed) > 0.999)
+    drawn = fail(program, "drawing", "drawn", seed=unlucky)
+    assert run("replay", drawn, "--entry", f"{program}:drawing", "--seed", 5).exit_code == 0
+
+
+def _first_draw(seed: int) -> float:
+    return torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
+
+
+def test_what_differs_is_said(program: Path) -> None:
+    path = fail(program)
+    result = run("replay", path, "--entry", f"{program}:fixed")
+    assert (result.exit_code, "the step is finite here" in result.stdout) == (1, True)
+    result = run("replay", path, "--entry", f"{program}:elsewhere")
+    assert result.exit_code == 1
+    assert "cause: log_of_zero in the run, div_by_zero here" in result.stdout
+    assert "op: log in the run, div here" in result.stdout
+
+
+def test_damage_is_reproduced_where_the_kept_weights_have_it(program: Path) -> None:
+    said = {"cause": "parameter_corrupted", "op": ""}
+    path = fail(program, "drawing", weight=float("nan"), said=said)
+    assert load(path).diagnosis.phase == "parameter"  # type: ignore[union-attr]
+    result = run("replay", path, "--entry", f"{program}:drawing")
+    assert result.exit_code == 0, result.output
+    assert "the kept weights are damaged" in result.stdout
+    path = fail(program, "drawing", "elsewhere", weight=float("nan"), said={**said, "module": "inp"})
+    assert run("replay", path, "--entry", f"{program}:drawing").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"cause": "gradient_explosion", "module": ""}, 0),
+        ({"cause": "gradient_explosion", "op": "mm"}, 1),
+        ({"cause": "gradient_explosion", "module": "out"}, 1),
+        ({"cause": "exp_overflow"}, 1),
+    ],
+)
+def test_what_only_the_steps_before_can_tell_is_no_difference(program: Path, said: dict[str, Any], status: int) -> None:
+    path = fail(program, "large", precision="fp16", said=said)
+    result = run("replay", path, "--entry", f"{program}:large")
+    assert result.exit_code == status, result.output
+    assert ("the run called it gradient_explosion" in result.stdout) == (status == 0)
+
+
+def test_the_micro_batch_to_blame_is_found(program: Path) -> None:
+    good, bad = build(f"{program}:build", 0).batches[0], build(f"{program}:build", 0).batches[2]
+    path = fail(program, batches=[good, bad])
+    assert run("replay", path, "--entry", f"{program}:build").exit_code == 0
+
+
+def test_without_a_batch_the_entry_gives_it_or_it_cannot_be_run(program: Path) -> None:
+    path = fail(program, capture="meta")
+    result = run("replay", path, "--entry", f"{program}:build")
+    assert result.exit_code == 0
+    assert "batch 2 of those that the entry gives is used" in result.stdout
+    result = run("replay", path, "--entry", f"{program}:fixed")
+    assert result.exit_code == 2
+    assert "holds no batch" in result.stderr
+    assert "capture='batch'" in result.stderr
+
+
+def test_a_step_that_was_not_examined_is_reproduced_by_being_non_finite(program: Path) -> None:
+    path = fail(program, unexamined=True)
+    result = run("replay", path, "--entry", f"{program}:build")
+    assert result.exit_code == 0
+    assert "the run had not examined it" in result.stdout
+
+
+def test_as_json_the_answer_is_one_object(program: Path) -> None:
+    path = fail(program)
+    program.write_text(PROGRAM + "\nprint('hello from the program')\n")
+    result = run("replay", path, "--entry", f"{program}:build", "--json")
+    report = json.loads(result.stdout)
+    assert (report["status"], report["reproduced"], report["differs"]) == (0, True, [])
+    assert report["recorded"]["cause"] == report["diagnosis"]["cause"] == "log_of_zero"
+    report = json.loads(run("replay", path, "--entry", f"{program}:fixed", "--json").stdout)
+    assert (report["status"], report["diagnosis"]) == (1, None)
+    report = json.loads(run("replay", path, "--entry", f"{program}:absent", "--json").stdout)
+    assert report["status"] == 2
+    assert "no function 'absent'" in report["error"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{file}", "must be module:function or path/to/file.py:function"),
+        ("{file}:", "must be module:function"),
+        ("nowhere.py:build", "there is no file nowhere.py"),
+        ("nowhere.at.all:build", "there is no module 'nowhere'"),
+        ("{file}:bild", "no function 'bild'; there are build"),
+        ("{file}:not_a_function", "has no function 'not_a_function'"),
+        ("{file}:needs", "it needs a, b, and can be called as build() or build(seed) only"),
+        ("{file}:raises", "raises() raised RuntimeError: no data here (program_"),
+        ("{file}:leaves", "raised SystemExit: 3"),
+        ("{file}:wrong_number", "it returned 5 values"),
+        ("{file}:no_model", "a str in the place of the model"),
+        ("{file}:module_as_loss", "a MSELoss in the place of loss_fn"),
+        ("{file}:nothing", "a NoneType without model"),
+        ("{file}:smaller", "out.weight is [2, 8] there and [1, 8] in the bundle"),
+        ("{file}:bad_step", "the step raised KeyError: 'z' (program_"),
+        ("{file}:drawing", "do not fit the model that the entry gives: weight is not in the bundle"),
+        ("broken.py:build", "importing broken.py raised SyntaxError"),
+        ("missing.py:build", "importing missing.py raised ModuleNotFoundError: No module named 'nowhere_else'"),
+        ("missing:build", "importing missing raised ModuleNotFoundError: No module named 'nowhere_else'"),
+    ],
+)
+def test_what_cannot_be_run_is_said(program: Path, entry: str, words: str) -> None:
+    path = fail(program)
+    (program.parent / "broken.py").write_text("def build(:\n")
+    (program.parent / "missing.py").write_text("import nowhere_else\n")
+    result = run("replay", path, "--entry", entry.format(file=program))
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def changed(path: Path, **facts: Any) -> Path:
+    """An incident with some of its facts changed."""
+    document = json.loads((path / INCIDENT).read_text())
+    for key, value in facts.items():
+        (document["environment"] if key in ("precision", "flags") else document)[key] = value
+    (path / INCIDENT).write_text(json.dumps(document))
+    return path
+
+
+def test_precision_autocast_and_modules_in_fp32_are_those_of_the_step(program: Path) -> None:
+    def status(path: Path) -> int:
+        code: int = run("replay", path, "--entry", f"{program}:large").exit_code
+        return code
+
+    path = fail(program, "large", precision="fp16")
+    assert load(path).diagnosis.cause == "overflow_fp16"  # type: ignore[union-attr]
+    assert status(path) == 0
+    assert status(changed(path, kept_fp32=[""])) == 1
+    assert status(changed(path, kept_fp32=["absent"])) == 2
+    assert status(changed(path, kept_fp32=[], precision="fp32")) == 1
+    assert status(changed(path, microbatches=[{"autocast": [True, "float16"]}])) == 0
+    assert status(changed(path, precision="fp8")) == 2
+
+
+def test_the_loss_scale_is_that_of_the_step(program: Path) -> None:
+    path = fail(program, "small", precision="fp16", scale=2.0**40)
+    assert run("replay", path, "--entry", f"{program}:small").exit_code == 0
+    document = json.loads((path / INCIDENT).read_text())
+    document["outcome"]["verdict"]["reading"]["scale"] = 2.0
+    (path / INCIDENT).write_text(json.dumps(document))
+    assert run("replay", path, "--entry", f"{program}:small").exit_code == 1
+    document["outcome"]["verdict"]["reading"]["scale"] = "nan"
+    (path / INCIDENT).write_text(json.dumps(document))
+    assert run("replay", path, "--entry", f"{program}:small").exit_code == 2
+
+
+def test_the_switches_are_afterwards_as_before(program: Path) -> None:
+    path = fail(program)
+    document = json.loads((path / INCIDENT).read_text())
+    document["environment"]["flags"].update(matmul_precision="medium", deterministic=True)
+    (path / INCIDENT).write_text(json.dumps(document))
+    before = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    assert run("replay", path, "--entry", f"{program}:build").exit_code == 0
+    assert (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_modes_are_those_of_the_step(program: Path) -> None:
+    path = fail(program)
+    document = json.loads((path / INCIDENT).read_text())
+    document["eval_modules"] = ["drop"]
+    (path / INCIDENT).write_text(json.dumps(document))
+    from nanguard.incident import rerun
+
+    stage = rerun.prepare(load(path), build(f"{program}:build", 0))
+    assert [n for n, m in stage.program.model.named_modules() if not m.training] == ["drop"]
+
+
+# ---- the debugger
+
+
+def test_it_stops_in_the_users_frame_at_the_op(program: Path) -> None:
+    path = fail(program)
+    result = run(
+        "replay", path, "--entry", f"{program}:build", "--pdb", stdin="p h.shape\np x[4].tolist()\nn\np energy[4]\nc\n"
+    )
+    assert result.exit_code == 0, result.output
+    told = result.stdout
+    assert "log has just given a non-finite value" in told
+    assert f"{program.name}(" in told
+    assert "-> energy = torch.log(x.abs().sum(1, keepdim=True))" in told
+    assert "torch.Size([6, 8])" in told
+    assert "[0.0, 0.0, 0.0, 0.0]" in told
+    assert "-> return self.out(h) + energy" in told
+    assert "tensor([-inf]" in told
+
+
+def test_in_backward_it_shows_the_forward_line_as_it_was(program: Path) -> None:
+    path = fail(program, "rooted")
+    result = run(
+        "replay", path, "--entry", f"{program}:rooted", "--pdb", stdin="p size.tolist()\nup\np sorted(batch)\nq\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert "the derivative of sqrt, has just given a non-finite gradient" in result.stdout
+    assert "-> return size.sqrt()" in result.stdout
+    assert "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0]" in result.stdout
+    assert "['id', 'x', 'y']" in result.stdout
+
+
+def test_without_an_answer_the_debugger_ends(program: Path) -> None:
+    path = fail(program)
+    result = run("replay", path, "--entry", f"{program}:build", "--pdb", stdin="")
+    assert (result.exit_code, "log has just given" in result.stdout) == (0, True)
+    result = run("replay", path, "--entry", f"{program}:fixed", "--pdb", stdin="")
+    assert (result.exit_code, "(Pdb)" in result.stdout) == (1, False)
+
+
+def test_all_of_it_in_a_process_of_its_own(program: Path) -> None:
+    fail(program)
+    source = str(Path(nanguard.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "COLUMNS": "100"}
+    command = [sys.executable, "-W", "ignore", "-m", "nanguard", "replay", "run", "--entry"]
+
+    def replayed(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments],
+            cwd=program.parent,
+            env=env,
+            input="p x[4]\nq\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = replayed(f"{program.stem}:build", "--pdb")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "tensor([0., 0., 0., 0.])" in done.stdout
+    done = replayed("nowhere:build")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--entry nowhere:build: there is no module 'nowhere'")
+
+
+@pytest.mark.parametrize("command", ["explain", "replay"])
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"nanguard {command} runs/a" in result.stdout
