@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def measure(work: Callable[[], Any], device: torch.device) -> tuple[float, float
 def examine(workload: Workload, device: torch.device, fault: str) -> dict[str, Any]:
     model = workload.build(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    precision = "bf16" if fault == "temperature" else "fp16"
+    precision: Literal["bf16", "fp16"] = "bf16" if fault == "temperature" else "fp16"
     guard = nanguard.Guard(
         model, optimizer, precision=precision, loss_scale=None, max_norm=None, snapshots=None, sync="eager"
     )
@@ -91,7 +91,7 @@ def examine(workload: Workload, device: torch.device, fault: str) -> dict[str, A
         bad = (bad[0], bad[1], ones.clone())
         bad[2][workload.batch_size // 2] = 0.0
     else:
-        middle = model.blocks[len(model.blocks) // 2]
+        middle: Any = model.blocks[len(model.blocks) // 2]
         with torch.no_grad():
             middle.mlp.expand.weight.mul_(3e3)
             middle.mlp.project.weight.mul_(3e3)

@@ -50,6 +50,8 @@ def predict(path: Path, device: str = "cpu") -> Prediction:
     if device != "cpu":  # parameters move in place, so that the optimizer still has them
         model.to(device)
         batches = moved(batches, device)
+        for state in optimizer.state.values():  # some make it at once
+            state.update({key: value if key == "step" else moved(value, device) for key, value in state.items()})
         torch.set_default_device(device)
     guard = nanguard.Guard(
         model,

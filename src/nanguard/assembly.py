@@ -23,6 +23,7 @@ from nanguard import _compat
 from nanguard.agree import Ranks
 from nanguard.bench import Bench
 from nanguard.clipper import Clip, Clipper
+from nanguard.incident.bundle import Bundles
 from nanguard.islands import Islands
 from nanguard.journal import Journal
 from nanguard.measure import Board, Roll
@@ -171,6 +172,15 @@ def choose_diagnosis(diagnose: Any) -> Any:
     """What the user chose, checked."""
     _check_choice("diagnose", diagnose, ("auto", "full", "brief", "off"))
     return diagnose
+
+
+def choose_bundles(capture: Any, run_dir: str | Path | None, bench: Bench) -> Bundles | None:
+    """Where bad steps are kept; None where nothing is to be written."""
+    _check_choice("capture", capture, ("none", "meta", "batch", "full"))
+    if run_dir is None or capture == "none":
+        return None
+    ranks = bench.ranks
+    return Bundles(run_dir, capture, precision=bench.precision.name, rank=ranks.rank, world_size=ranks.size)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

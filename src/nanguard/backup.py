@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Backup:
 
     def _tensors(self) -> list[Tensor]:
         """What the step may have changed, as it is now."""
-        states = [v for o, _, _ in self._optimizers for s in o.state.values() for v in s.values()]
+        states = [v for o, _, _ in self._optimizers for s in o.state.values() for v in _values(s)]
         return [p for p, _ in self._params] + [v for v in states if isinstance(v, Tensor)]
 
     @torch.no_grad()
@@ -39,8 +39,13 @@ class Backup:
             for param in [p for p in optimizer.state if p not in states]:
                 del optimizer.state[param]
             for param, saved in states.items():
-                _put_back_state(optimizer.state[param], saved)
+                if isinstance(saved, dict) and isinstance(optimizer.state.get(param), dict):
+                    _put_back_state(optimizer.state[param], saved)
+                else:
+                    optimizer.state[param] = copy.deepcopy(saved)
             for group, kept in zip(optimizer.param_groups, options, strict=True):
+                for key in group.keys() - kept.keys() - {"params"}:
+                    del group[key]
                 group.update(kept)
 
 
@@ -48,14 +53,20 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def _copied_state(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
+def _values(state: Any) -> Iterable[Any]:
+    """What an optimizer keeps under one key: by torch's custom a dict, but nothing says it must be."""
+    return state.values() if isinstance(state, dict) else (state,)
+
+
+def _copied_state(optimizer: Optimizer) -> dict[Any, Any]:
     return {
-        param: {
-            key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for key, value in s.items()
-        }
+        param: {key: _copied(value) for key, value in s.items()} if isinstance(s, dict) else _copied(s)
         for param, s in optimizer.state.items()
     }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _put_back_state(live: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ is small. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -118,3 +118,6 @@ def _outputs(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (list, tuple)):
         for child in tree:
             yield from _outputs(child)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for each in fields(tree):
+            yield from _outputs(getattr(tree, each.name))

@@ -138,8 +138,9 @@ def explain(
 
     Ends with status 0, or 2 if something could not be read.
     """
+    from nanguard.errors import BundleError
     from nanguard.incident import explain as words
-    from nanguard.incident.reader import BundleError, load
+    from nanguard.incident.reader import load
 
     out = Console(highlight=False)
     try:

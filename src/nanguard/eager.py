@@ -98,7 +98,7 @@ class Eager:
             return
         if not self._catch_up():
             bench.journal.record(self._climber.answer(window, verdict.reading).outcome(applied=False))
-            interrupt = self._climber.take_interrupt()
+            interrupt = self._climber.casebook.take_interrupt()
             if interrupt is not None:
                 raise interrupt
 

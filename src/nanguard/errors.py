@@ -2,7 +2,9 @@
 
     NanguardError
     ├── NonFiniteError    the policy ran out of patience: training halts, nothing is corrupted
-    └── ProtocolError     the guard's calls came in an order that makes no sense
+    ├── ProtocolError     the guard's calls came in an order that makes no sense
+    ├── BundleError       a folder is no incident that nanguard wrote, or not all of one
+    └── ReplayError       a step that was kept could not be run again
 
 A bad argument is a plain ``ValueError`` that names the value and what is accepted.
 """
@@ -36,3 +38,11 @@ class NonFiniteError(NanguardError, ArithmeticError):
 
 class ProtocolError(NanguardError, RuntimeError):
     """Calls came in the wrong order; the message names both."""
+
+
+class BundleError(NanguardError, ValueError):
+    """Something is no incident that nanguard wrote, or not all of one. The message says what, where and why."""
+
+
+class ReplayError(NanguardError):
+    """A step could not be run again. The message says why, and what to do."""

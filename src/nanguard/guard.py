@@ -20,11 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard.assembly import assemble, choose_diagnosis, choose_policy, choose_snapshots, choose_sync, introduce
+from nanguard.assembly import (
+    assemble,
+    choose_bundles,
+    choose_diagnosis,
+    choose_policy,
+    choose_snapshots,
+    choose_sync,
+    introduce,
+)
 from nanguard.clipper import Clip
 from nanguard.diagnosis.clinic import How
 from nanguard.epoch import Epoch
 from nanguard.errors import ProtocolError
+from nanguard.incident.bundle import Capture
 from nanguard.ladder import Rollback
 from nanguard.policy import Policy
 from nanguard.precision import LossScale
@@ -64,6 +73,8 @@ class Guard:
             once a step; ``"auto"`` is late on CUDA where all optimizers are fused, else eager.
         diagnose: ``"auto"`` replays a bad step to say where it came from, fully for the first of a kind and briefly for
             repeats; ``"full"`` and ``"brief"`` always do so, ``"off"`` never.
+        capture: what ``run_dir/incidents`` holds of a bad step: ``"none"`` nothing, ``"meta"`` what happened, without
+            data, ``"batch"`` also the batch and random states, ``"full"`` the weights too.
         run_dir: where to write the run log, and snapshots that go to disk; None writes nothing.
         process_group: the ranks that train together; None is all of them.
     """
@@ -86,6 +97,7 @@ class Guard:
         loss_scale: LossScale | Literal["auto"] | None = "auto",
         sync: Literal["auto", "eager", "late"] = "auto",
         diagnose: How = "auto",
+        capture: Capture = "batch",
         run_dir: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -113,6 +125,7 @@ class Guard:
             accumulate=accumulate,
             snapshots=choose_snapshots(snapshots, policy),
             diagnose=choose_diagnosis(diagnose),
+            bundles=choose_bundles(capture, run_dir, self._bench),
             run_dir=run_dir,
         )
         introduce(self._bench, asked_precision=precision, sync=self.sync)

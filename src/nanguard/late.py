@@ -175,7 +175,7 @@ class Late:
             self._go_on(overflow, wake)
         elif answer.went_back:
             bench.journal.record(answer.outcome(applied=False))
-            interrupt = self._climber.take_interrupt()
+            interrupt = self._climber.casebook.take_interrupt()
             if interrupt is not None:
                 raise interrupt
         else:
@@ -204,7 +204,7 @@ class Late:
 
     def _go_on(self, outcome: Outcome, wake: list[Window]) -> None:
         """Records, and runs the wake again."""
-        interrupt = self._climber.take_interrupt()
+        interrupt = self._climber.casebook.take_interrupt()
         goes_on = outcome.action.response != "halt" and interrupt is None
         rerun = [each for each in wake if each.rerunnable] if goes_on else []
         self._bench.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))

@@ -16,6 +16,7 @@ from nanguard.data import Data
 from nanguard.diagnosis.clinic import How
 from nanguard.eager import Eager
 from nanguard.errors import ProtocolError
+from nanguard.incident.bundle import Bundles
 from nanguard.late import Late
 from nanguard.measure import Layout
 from nanguard.recovery.climber import Climber
@@ -36,6 +37,7 @@ class Steps:
         accumulate: int,
         snapshots: Snapshots | None,
         diagnose: How,
+        bundles: Bundles | None,
         run_dir: str | Path | None,
     ) -> None:
         self.bench = bench
@@ -48,7 +50,7 @@ class Steps:
             if snapshots is None
             else Keeper(bench, self.data, snapshots, folder=folder, run_facts=self.facts, prepare=self._prepare)
         )
-        self.climber = Climber(bench, self.data, self.keeper, diagnose)
+        self.climber = Climber(bench, self.data, self.keeper, diagnose=diagnose, bundles=bundles)
         self.late = Late(bench, self.climber) if sync == "late" else None
         self.mode = self.late or Eager(bench, self.climber)
         self._captured: tuple[Layout, Tensor] | None = None

@@ -25,23 +25,25 @@ def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, s
 
 
 _NORMS = frozenset(("linalg_vector_norm", "norm", "frobenius_norm", "nuclear_norm", "linalg_matrix_norm", "hypot"))
+_SUMS = frozenset(("sum", "mean", "dot"))
 _PASSES = frozenset(
     ("sum", "mean", "sqrt", "add", "clamp", "clamp_min", "maximum", "to_copy", "clone", "rsub", "abs", "mul", "dot")
 )
 
 
-def is_norm_of(denominator: object, numerator: object, depth: int = 8) -> bool:
-    """Whether a denominator is a norm of the numerator: one of torch's, or a root or sum of squares."""
+def is_norm_of(denominator: object, numerator: object, depth: int = 8, *, summed: bool = False) -> bool:
+    """Whether a denominator is a norm of the numerator: one of torch's, or made of a sum of squares."""
     if not isinstance(denominator, Note) or depth == 0:
         return False
-    if denominator.op in _NORMS or _is_square(denominator):
+    summed = summed or denominator.op in _SUMS
+    if denominator.op in _NORMS or (summed and _is_square(denominator)):
         reaches = any(parent is numerator or _came_from(parent, numerator) for parent in denominator.parents)
         if reaches:
             return True
     if denominator.op in _NORMS:
         return False
     if denominator.op in _PASSES:
-        return any(is_norm_of(parent, numerator, depth - 1) for parent in denominator.parents)
+        return any(is_norm_of(parent, numerator, depth - 1, summed=summed) for parent in denominator.parents)
     return False
 
 

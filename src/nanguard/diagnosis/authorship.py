@@ -119,12 +119,13 @@ def names_in_unpacking(function: object, place: int) -> list[str]:
 
 def _parts_of_batch(node: ast.AST, names: Sequence[str], place: int | None, num: int) -> Iterator[ast.AST]:
     """Entries of dicts by name, and of tuples of the batch's length by place."""
+    unpacked = node.value if isinstance(node, ast.Assign) else None  # a, b = 1, 2
     for each in ast.walk(node):
         if isinstance(each, ast.Dict):
             pairs = zip(each.keys, each.values, strict=True)
             yield from (v for k, v in pairs if isinstance(k, ast.Constant) and k.value in names)
-        elif isinstance(each, ast.Tuple) and isinstance(each.ctx, ast.Load) and len(each.elts) == num:
-            yield from each.elts[place : place + 1] if place is not None else ()
+        elif isinstance(each, ast.Tuple) and each is not unpacked and len(each.elts) == num and place is not None:
+            yield from each.elts[place : place + 1] if isinstance(each.ctx, ast.Load) else ()
 
 
 def _set_in_class(program: Program, classes: set[str], name: str) -> Iterator[tuple[str, ast.AST, ast.AST]]:

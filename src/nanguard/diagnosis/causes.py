@@ -51,6 +51,11 @@ class Case:
 
 Rule = Callable[[Case], tuple[Cause, str] | None]
 
+_SMALLEST = 2.0**-150
+"""At or below it nothing is left in fp32, which normalisations compute in."""
+
+_GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
+
 UNKNOWN: tuple[Cause, str] = ("unknown", "no rule fits what was seen")
 
 
@@ -140,13 +145,22 @@ def _custom_backward(case: Case) -> tuple[Cause, str] | None:
 
 
 def _discarded(case: Case) -> tuple[Cause, str] | None:
-    if not case.finding.discarded:
+    """An infinity that the forward pass drops: kept for the derivative, or made again by it (of ``log`` at 0)."""
+    if not case.finding.discarded and not _was_infinite_and_dropped(case):
         return None
     return (
         "zero_times_inf",
-        f"{case.op} is infinite where its result is not used; the forward pass drops it, and the derivative multiplies "
-        "a gradient of 0 by that infinity",
+        f"{case.note.name} is infinite where its result is not used; the forward pass drops it, and the derivative "
+        "multiplies a gradient of 0 by that infinity",
     )
+
+
+def _was_infinite_and_dropped(case: Case) -> bool:
+    note = case.note
+    if note.phase != "backward" or note.in_user_code:
+        return False
+    same = [e for e in case.finding.harmless if (e.note.op, e.note.place) == (note.node, note.place)]
+    return any(not e.has_nan and e.note.phase == "forward" for e in same)
 
 
 def _by_value(case: Case) -> tuple[Cause, str] | None:
@@ -232,11 +246,11 @@ def _divide(case: Case) -> tuple[Cause, str] | None:
         if eps is not None:
             why = f"the eps of {eps[0]:g} that was added to the denominator is 0 in {eps[1]}"
             return ("optimizer_eps_underflow" if case.note.phase == "optimizer" else "eps_underflow"), why
-        if is_norm_of(source, over):
-            return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
         if dividend == 0:
+            if is_norm_of(source, over):
+                return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
             return "zero_over_zero", "0 / 0"
-        if is_norm(source) and not is_norm(over):
+        if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
         return "div_by_zero", f"{number(dividend)} / 0"
     if not case.is_birth or dividend is None or not math.isfinite(divisor):
@@ -370,10 +384,10 @@ def _overflow(case: Case) -> tuple[Cause, str] | None:
             "overflow_fp16",
             f"operands reach {biggest:.3g} and the result exceeds 65504, where fp16 ends; in fp32 this op is finite",
         )
-    if wide:
+    if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
         return (
             "overflow_any_precision",
-            f"operands reach {biggest:.3g} and the result exceeds {dtype}, which ends at 3.4e38",
+            f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end",
         )
     return None
 
@@ -396,9 +410,12 @@ def _normalisation(case: Case) -> tuple[Cause, str] | None:
     ):
         return None
     eps = _value(case.evidence.operand("eps"))
-    if case.is_birth and not case.evidence.finite_in and eps is not None:
-        kind = "eps_underflow" if eps else "zero_over_zero"
-        return kind, f"a row without variance is divided by the root of eps={eps:g}"  # type: ignore[return-value]
+    if not case.is_birth or eps is None:
+        return None
+    if eps == 0 and not case.evidence.finite_in:
+        return "zero_over_zero", "a row without variance is divided by the root of eps=0"
+    if 0 < eps <= _SMALLEST and case.dtype != "float64":
+        return "eps_underflow", f"a row without variance is divided by the root of eps={eps:g}, which is 0 in fp32"
     return None
 
 

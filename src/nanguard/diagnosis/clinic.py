@@ -30,7 +30,10 @@ How = Literal["auto", "full", "brief", "off"]
 Kind = tuple[str, ...]
 
 _MOST_REPEATS = 8
-"""After so many examinations that all ended alike, the next ones are taken for the same."""
+"""After so many examinations that all ended alike, the next ones are taken for the same, as long as the same shows."""
+
+_LONGEST_PAUSE = 100
+"""After so many steps without an incident the next one is looked at again."""
 
 
 class Clinic:
@@ -44,11 +47,14 @@ class Clinic:
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | None = None
         self._in_a_row = 0
+        self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
     def examine(self, window: Window, reading: Reading, past: Past, *, update: bool = False) -> Diagnosis | None:
         """Called with the world as the failing step found it. None where nothing could be found out or nobody asked."""
         if self._how == "off":
             return None
+        if not self._is_alike(reading):
+            self._in_a_row = 0
         if self._last is not None and self._in_a_row >= _MOST_REPEATS and self._how == "auto":
             note = f"not examined: the {self._in_a_row} before it all ended alike"
             return replace(
@@ -66,6 +72,11 @@ class Clinic:
         if diagnosis is not None:
             self._remember(diagnosis)
         return diagnosis
+
+    def _is_alike(self, reading: Reading) -> bool:
+        """Whether the same showed as the last time, and not long ago; the same answer on all ranks."""
+        (step, found), self._showed = self._showed, (reading.step, reading.found)
+        return found == reading.found and abs(reading.step - step) <= _LONGEST_PAUSE
 
     def _is_concerned(self, reading: Reading) -> bool:
         """Whether this rank saw something of its own; where nobody knows, all of them look."""
@@ -90,7 +101,12 @@ class Clinic:
         if window.live is not None and not window.live.is_finite:
             exam = Exam(self._bench, window, window.live, past, None)
             return replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
-        diagnosis = self._of_calls(window, reading, past) if window.calls else None
+        diagnosis = None
+        if window.calls:
+            try:
+                diagnosis = self._of_calls(window, reading, past)
+            except Exception as error:
+                log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
             self.live.arm()
             note = f"the next {self.live.left} steps are traced as they run"
@@ -116,7 +132,9 @@ class Clinic:
         if not diagnosis.repeats or from_outside:
             missed = any(call.misses_gradients for call in window.calls)
             return _of_code_around(diagnosis, missed=missed, gradient_is_bad=from_outside)
-        return replace(diagnosis, capture="module")
+        is_each_a_microbatch = len(window.calls) == len(window.losses)
+        microbatch = diagnosis.microbatch if is_each_a_microbatch else None
+        return replace(diagnosis, capture="module", microbatch=microbatch)
 
     def _is_deep(self, diagnosis: Diagnosis) -> bool:
         """Whether to go on from what the trace says to experiments."""

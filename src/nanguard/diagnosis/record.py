@@ -138,6 +138,7 @@ class Diagnosis:
     qualified name of the innermost module, ``""`` outside any; ``source`` the user's own line. ``because`` says the
     cause in numbers. ``element`` is where the offending value sits, ``samples`` which of the batch it belongs to.
     ``chain`` leads from the birth to where it showed; ``harmless`` births reached neither loss nor gradient.
+    Where ``is_line_traced`` is False the line was found by reading the program, not by running it: a likely place.
     ``batch`` is the position of the step's data in the epoch, ``since_step`` when a damaged state was still good.
     """
 
@@ -146,6 +147,7 @@ class Diagnosis:
     op: str = ""
     module: str = ""
     source: Source | None = None
+    is_line_traced: bool = True
     dtype: str = ""
     shape: tuple[int, ...] = ()
     because: str = ""

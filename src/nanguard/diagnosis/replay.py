@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from nanguard import _compat
 from nanguard.backup import Backup
 from nanguard.bench import Bench
-from nanguard.diagnosis.batches import named_tensors, take
+from nanguard.diagnosis.batches import filled, named_tensors, take
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
@@ -43,6 +43,7 @@ class Replay:
         self.inventory = Inventory(bench)
         self._names = self.inventory.module_names()
         self._generators = list(_generators(self.inventory.model.modules()))
+        self._data = dict(_data(window))
 
     @property
     def seconds(self) -> float:
@@ -55,8 +56,9 @@ class Replay:
         saved: dict[str, tuple[Tensor, Tensor]] = {}
 
         def save(name: str, tensor: Tensor) -> None:
-            whole = self.inventory.tensors().get(name, tensor)
-            saved.setdefault(name, (whole, whole.detach().clone()))
+            whole = {name: self.inventory.tensors().get(name, tensor)}
+            for each, thing in (self._sharing(tensor) if name in self._data else whole).items():
+                saved.setdefault(each, (thing, thing.detach().clone()))
 
         trace = Trace(self._names, save)
         self._introduce(trace)
@@ -78,11 +80,14 @@ class Replay:
 
     def _introduce(self, trace: Trace) -> None:
         introduce(trace, self.inventory)
-        for place, micro in enumerate(self.window.microbatches):
-            prefix = "batch" if len(self.window.microbatches) == 1 else f"microbatches[{place}]"
-            for name, tensor in named_tensors(micro.batch, prefix):
-                if not isinstance(tensor, torch.nn.Parameter):
-                    trace.know(name, tensor, BATCH)
+        for name, tensor in self._data.items():
+            if not isinstance(tensor, torch.nn.Parameter):
+                trace.know(name, tensor, BATCH, watched=True)
+
+    def _sharing(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The data that lie in the storage of a tensor, as far as they can be written to."""
+        key = _compat.storage_key(tensor)
+        return {n: t for n, t in self._data.items() if _compat.storage_key(t) == key and _can_be_written_to(t)}
 
     def _watch_one(self, run: Run, place: int) -> None:
         run.microbatch = place
@@ -128,6 +133,8 @@ class Replay:
     ) -> bool:
         """Whether loss and gradients are finite: with modules in fp32 (all of the model: ``[""]``), or on samples."""
         window = self.window
+        if samples is not None and self.bench.device.type != "cpu":
+            samples = filled(samples, num)
         if samples is not None:
             micros = [replace(m, batch=take(m.batch, samples, num)) for m in window.microbatches]
             window = replace(window, microbatches=micros)
@@ -165,7 +172,7 @@ class Replay:
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
         """What the user's program was seen to write to is put back."""
-        live = self.inventory.tensors() if self._written else {}
+        live = {**self.inventory.tensors(), **self._data} if self._written else {}
         saved = {name: (live[name], live[name].detach().clone()) for name in self._written & set(live)}
         try:
             yield
@@ -175,13 +182,19 @@ class Replay:
     @contextlib.contextmanager
     def _stage(self, window: Window) -> Iterator[None]:
         states = [(generator, generator.get_state()) for generator in self._generators]
+        leaves = [t for t in (*self.inventory.parameters().values(), *self._data.values()) if t.is_leaf]
+        grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
         began = time.monotonic()
         self.num += 1
         try:
+            for leaf, _ in grads:  # also of what no optimizer has: a backward pass would add to it
+                leaf.grad = None
             with self._rehearsal.stage(window, alone=True):
                 yield
         finally:
             self.seconds_of_last = time.monotonic() - began
+            for leaf, grad in grads:
+                leaf.grad = grad
             for generator, state in states:
                 generator.set_state(state)
 
@@ -190,6 +203,19 @@ class Replay:
 def _write_back(saved: dict[str, tuple[Tensor, Tensor]]) -> None:
     for tensor, copy in saved.values():
         tensor.copy_(copy)
+
+
+def _data(window: Window) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that the step was given, by name."""
+    for place, micro in enumerate(window.microbatches):
+        yield from named_tensors(micro.batch, "batch" if len(window.microbatches) == 1 else f"microbatches[{place}]")
+
+
+def _can_be_written_to(tensor: Tensor) -> bool:
+    """Whether no two elements share their memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _generators(modules: Any) -> Iterator[Generator]:

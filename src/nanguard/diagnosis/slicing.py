@@ -38,12 +38,14 @@ class Program:
     files: tuple[str, ...]
     functions: dict[str, list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]] = field(default_factory=dict)
     _scopes: dict[int, Scope] = field(default_factory=dict)
+    _constants: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for file in self.files:
             tree = parsed(file)
             if tree is not None:
                 self._enter(file, tree, tree)
+                self._constants |= set(_nonfinite_constants(tree))
 
     def _enter(self, file: str, node: ast.AST, scope: Scope) -> None:
         for child in ast.iter_child_nodes(node):
@@ -66,12 +68,12 @@ class Program:
 
         Follows names to their assignments in the same function, and calls into functions of the program.
         """
-        best = Origin(risk_of(value), source_of_node(file, statement))
+        best = Origin(self._risk_of(value), source_of_node(file, statement))
         seen: set[int] = {id(value)}
         waiting = [(file, statement, value, 0)]
         while waiting:
             file, statement, value, depth = waiting.pop(0)
-            risk = risk_of(value)
+            risk = self._risk_of(value)
             if risk > best.risk:
                 best = Origin(risk, source_of_node(file, statement))
             if depth < _DEEPEST:
@@ -81,8 +83,12 @@ class Program:
                         waiting.append((*part, depth + 1))
         return best
 
+    def _risk_of(self, value: ast.AST) -> int:
+        uses_one = any(isinstance(each, ast.Name) and each.id in self._constants for each in ast.walk(value))
+        return _LITERAL if uses_one else risk_of(value)
+
     def _made_of(self, file: str, statement: ast.AST, value: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
-        names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
+        names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - self._constants
         scope = self._scopes.get(id(statement))
         if scope is not None:
             for node in ast.walk(scope):
@@ -94,6 +100,16 @@ class Program:
                     for node in ast.walk(function):
                         if isinstance(node, (ast.Return, ast.Assign, ast.AugAssign)) and node.value is not None:
                             yield other, node, node.value
+
+
+def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
+    """``NAN = float("nan")``: whoever uses it is to be named, not the line that defines it."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for target in flattened(node.targets):
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                if isinstance(target, ast.Name) and all(map(is_nonfinite_literal, values)):
+                    yield target.id
 
 
 def risk_of(value: ast.AST) -> int:

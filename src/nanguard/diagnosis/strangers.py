@@ -52,9 +52,14 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
     if kind == "buffer":
         owner, line = _set_at(exam, name)
         because = f"buffer {name} holds NaN or Inf before the step"
-        source = line or diagnosis.source
         return replace(
-            diagnosis, phase="buffer", cause="buffer_corrupted", module=owner, source=source, because=because
+            diagnosis,
+            phase="buffer",
+            cause="buffer_corrupted",
+            module=owner,
+            source=line or diagnosis.source,
+            is_line_traced=line is None,
+            because=because,
         )
     if kind == "state":
         because = f"{name} is non-finite before the step"
@@ -65,6 +70,7 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
     return replace(
         diagnosis,
         source=line or diagnosis.source,
+        is_line_traced=line is None,
         samples=samples,
         because=f"{event.origin} holds {where}",
         evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
@@ -98,6 +104,7 @@ def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
         cause="uninitialized_memory" if is_garbage else "parameter_corrupted",
         module=owner,
         source=line or diagnosis.source,
+        is_line_traced=line is None,
         because=f"parameter {name} was non-finite before the step: {share}",
         confidence="likely",
     )
@@ -112,6 +119,7 @@ def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
         cause="uninitialized_memory",
         module=owner,
         source=line,
+        is_line_traced=False,
         because=because,
         confidence="likely",
     )
@@ -193,7 +201,7 @@ def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
     name = note.owner or run.names[0].rpartition(" ")[2]
     optimizer = exam.inventory.optimizer_of(name)
     cause, because = _cause_of_update(exam, finding)
-    source, evidence = source_of(note.place), tuple[str, ...]()
+    source, evidence, is_traced = source_of(note.place), tuple[str, ...](), True
     kind = type(optimizer).__name__
     line = _line_of_state(exam, event, name) if cause == "optimizer_state_corrupted" else None
     rate = next((float(g["lr"]) for g in optimizer.param_groups if not math.isfinite(float(g.get("lr", 0)))), None)
@@ -203,7 +211,8 @@ def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
         source, evidence = line, (f"the program sets it itself, at {line}",)
     elif note.place is None or note.place[0] not in user_files([type(optimizer)]):  # inside torch.optim
         options = [key for key, value in optimizer.defaults.items() if value]
-        source = authorship.line_that_makes(kind, exam.files(optimizer), options) or source
+        made = authorship.line_that_makes(kind, exam.files(optimizer), options)
+        source, is_traced = made or source, made is None
         evidence = (f"it runs inside {kind}.step, of an optimizer made at {source}",)
     return Diagnosis(
         phase="optimizer",
@@ -211,6 +220,7 @@ def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
         op=note.op,
         module=name.rpartition(".")[0],
         source=source,
+        is_line_traced=is_traced,
         dtype=plain_dtype(note.dtype),
         shape=note.shape,
         because=f"{kind} makes a non-finite update of a finite gradient of {name}: {because}",

@@ -10,6 +10,7 @@ Scalars are kept, not tensors. A tensor is known by its storage: every op that m
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -156,16 +157,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return plan
 
     def _remember_node(self, plan: _Plan, site: Site, node: Any) -> None:
-        """The graph node of an op is made right before the op runs: the first op to see its number is its own."""
+        """The graph node of an op is made right before the op runs: the first op to see its number is its own.
+
+        So are those just before it that no op has seen: inside ``torch.func.grad`` an op has a node for each level.
+        """
         number = _compat.next_sequence_nr()
-        if number is None or number == 0:
-            return
-        key = (threading.get_ident(), number - 1)
-        if key in self._sites:
+        keys = [(threading.get_ident(), (number or 0) - level) for level in range(1, 5)]
+        if not number or keys[0] in self._sites:
             return
         if site.by_engine and not site.in_user_code and node is not None:
             site = self._site_of(node) or site
-        self._sites[key] = (plan.op, site)
+        for key in itertools.takewhile(lambda key: key not in self._sites, keys):
+            self._sites[key] = (plan.op, site)
 
     def _site_of(self, node: Any) -> Site | None:
         number = _compat.sequence_nr(node)

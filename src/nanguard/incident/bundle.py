@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.diagnosis.batches import named_tensors, num_samples, take
+from nanguard.diagnosis.record import Diagnosis
 from nanguard.incident.files import Draft, tree_of_rng
 from nanguard.incident.surroundings import environment
 from nanguard.naming import plain_name, unwrapped
@@ -57,6 +58,14 @@ def folders(run_dir: str | Path) -> list[Path]:
         if match := _NAME.fullmatch(path.name):
             found.append((int(match[1]), int(match[2] or 0), path))
     return [path for _, _, path in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is to be written of a step when it is known what became of it."""
+
+    draft: Draft
+    facts: dict[str, Any]
 
 
 class Bundles:
@@ -107,49 +116,73 @@ class Bundles:
         with; ``kept_fp32`` are the modules that ran in fp32. Waits for the device. Never raises for what goes wrong: a
         full disk, a batch that cannot be read; that is a warning.
         """
+        kept = self.gather(outcome.diagnosis, window, history, model, precision=precision, kept_fp32=kept_fp32)
+        return None if kept is None else self.write(number, outcome, kept)
+
+    def gather(
+        self,
+        diagnosis: Diagnosis | None,
+        window: Window | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        *,
+        precision: str | None = None,
+        kept_fp32: Sequence[str] = (),
+    ) -> Kept | None:
+        """The first half of ``keep``: what is there now, before anything is done about the step."""
         if self.capture == "none":
             return None
-        step = outcome.verdict.reading.step
         try:
-            numbers = self._numbers()
-            capture = self._allowed(len(numbers))
+            capture = self._allowed(len(self._numbers()))
             if capture == "none":
                 return None
             draft = Draft()
-            facts = self._facts(number, outcome, window, history, model, precision, kept_fp32)
+            facts = self._facts(diagnosis, window, history, model, precision, kept_fp32)
             facts["capture"] = capture
             facts["microbatches"] = [] if window is None else [_described(m, capture) for m in window.microbatches]
-            self._gather(draft, capture, outcome, window, model)
+            self._gather(draft, capture, diagnosis, window, model)
             facts["captured"] = sorted({name.partition("[")[0] for name in draft.trees})
-            return self._write(draft, facts, max([number, *(n + 1 for n in numbers)]))
+            return Kept(draft, facts)
         except Exception as error:
-            # As text: whoever keeps the record would keep the error, its frames, and with them a whole batch.
-            why = f"{type(error).__name__}: {error}"
-            log.warning("step %d: the incident is not kept in %s (%s); the run goes on", step, self.folder, why)
+            self._give_up(-1 if window is None else window.step, error)
             return None
+
+    def write(self, number: int, outcome: Outcome, kept: Kept) -> Path | None:
+        """The second half: onto the disk, with what became of the step."""
+        reading = outcome.verdict.reading
+        told = {
+            "number": number,
+            "step": reading.step,
+            "epoch": reading.epoch,
+            "batch": reading.batch,
+            "outcome": replace(outcome, diagnosis=None, bundle="").as_dict(),
+        }
+        try:
+            return self._write(kept.draft, {**told, **kept.facts}, max([number, *(n + 1 for n in self._numbers())]))
+        except Exception as error:
+            self._give_up(reading.step, error)
+            return None
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        # As text: whoever keeps the record would keep the error, its frames, and with them a whole batch.
+        why = f"{type(error).__name__}: {error}"
+        log.warning("step %d: the incident is not kept in %s (%s); the run goes on", step, self.folder, why)
 
     # ---- what there is to say ------------------------------------------------------------------------------------
 
     def _facts(
         self,
-        number: int,
-        outcome: Outcome,
+        diagnosis: Diagnosis | None,
         window: Window | None,
         history: Iterable[Reading],
         model: nn.Module,
         precision: str | None,
         kept_fp32: Sequence[str],
     ) -> dict[str, Any]:
-        reading, diagnosis = outcome.verdict.reading, outcome.diagnosis
         first = next(model.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         return {
-            "number": number,
             "time": time.time(),
-            "step": reading.step,
-            "epoch": reading.epoch,
-            "batch": reading.batch,
-            "outcome": replace(outcome, diagnosis=None, bundle="").as_dict(),
             "diagnosis": None if diagnosis is None else diagnosis.as_dict(),
             "environment": environment(
                 device=device,
@@ -164,7 +197,12 @@ class Bundles:
         }
 
     def _gather(
-        self, draft: Draft, capture: Capture, outcome: Outcome, window: Window | None, model: nn.Module
+        self,
+        draft: Draft,
+        capture: Capture,
+        diagnosis: Diagnosis | None,
+        window: Window | None,
+        model: nn.Module,
     ) -> None:
         if capture == "meta":
             draft.leave_out("data and weights", "no data are written with capture='meta'")
@@ -178,7 +216,7 @@ class Bundles:
             draft.leave_out("batch", "the guard has not seen the data of the step: iterate over guard.epoch(loader)")
         else:
             draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, self._batch_limit)
-            self._add_samples(draft, outcome, batches)
+            self._add_samples(draft, diagnosis, batches)
         states = [] if window is None else [micro.rng for micro in window.microbatches]
         if not states or any(state is None for state in states):
             draft.leave_out("rng", "the guard did not call the loss function itself")
@@ -190,9 +228,8 @@ class Bundles:
         else:
             draft.leave_out("weights", "they are written with capture='full' only")
 
-    def _add_samples(self, draft: Draft, outcome: Outcome, batches: list[Any]) -> None:
+    def _add_samples(self, draft: Draft, diagnosis: Diagnosis | None, batches: list[Any]) -> None:
         """The part of the batch that is to blame: small, and there where the whole is too large."""
-        diagnosis = outcome.diagnosis
         if diagnosis is None or not diagnosis.samples:
             return
         place = diagnosis.microbatch or 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanguard.errors import NanguardError
+from nanguard.errors import ReplayError
 
 SHAPES = "(model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn), or a dict of these names"
 _ORDERS = {
@@ -26,10 +26,6 @@ _ORDERS = {
     3: ("model", "optimizer", "loss_fn"),
     4: ("model", "optimizer", "batches", "loss_fn"),
 }
-
-
-class ReplayError(NanguardError):
-    """A step could not be run again. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanguard.checkpoint.view import printable
 from nanguard.diagnosis.record import Diagnosis, Source
+from nanguard.errors import BundleError
 from nanguard.incident.bundle import folders
 from nanguard.incident.files import INCIDENT
-from nanguard.incident.reader import Bundle, BundleError, load
+from nanguard.incident.reader import Bundle, load
 from nanguard.records import Incident
 from nanguard.report.panel import panel
 

@@ -21,10 +21,7 @@ from nanguard.incident.trees import flatten, restore
 from nanguard.rng import RngState
 from nanguard.runlog import plain
 from nanguard.snapshot.codec import DTYPES, unfit_tensor
-from nanguard.snapshot.files import _flush as flush
-from nanguard.snapshot.files import _read_tensors as read_tensors
-from nanguard.snapshot.files import _write_tensors as write_tensors
-from nanguard.snapshot.files import sync
+from nanguard.snapshot.files import flush, read_tensors, sync, write_tensors
 
 SCHEMA = 1
 INCIDENT, TENSORS = "incident.json", "tensors.safetensors"
@@ -63,14 +60,14 @@ class Draft:
             self.notes += notes if what != "samples" or "batch[0]" not in self.trees else []
 
     def add_named(self, what: str, tensors: Mapping[str, Tensor], limit: int) -> None:
-        """Tensors by their own names, all of them or none."""
+        """Copies of tensors by their own names, all of them or none."""
         for name, tensor in tensors.items():
             if trouble := unfit_tensor(tensor):
                 self.leave_out(what, f"{name}: {trouble} cannot be kept")
                 return
         if self._fits(what, tensors, limit):
             self.trees[what] = list(tensors)
-            self.tensors.update((f"{what}.{name}", tensor) for name, tensor in tensors.items())
+            self.tensors.update((f"{what}.{name}", _copied(tensor)) for name, tensor in tensors.items())
 
     def _fits(self, what: str, tensors: Mapping[str, Tensor], limit: int, size: int = 0) -> bool:
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -92,6 +89,11 @@ class Draft:
             file.write(text.encode("ascii"))
             flush(file)
         sync(folder)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def _traits(tensor: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanguard.diagnosis.record import Diagnosis
-from nanguard.errors import NanguardError
+from nanguard.errors import BundleError
 from nanguard.incident.files import INCIDENT, check_tensors, read_all, read_document, read_tree, rng_of_tree
 from nanguard.records import Outcome, Reading
 from nanguard.rng import RngState
@@ -36,10 +36,6 @@ _SHAPES: dict[str, Any] = {
     "notes": list,
     "contents": dict,
 }
-
-
-class BundleError(NanguardError, ValueError):
-    """Something is no incident that nanguard wrote, or not all of one. The message says what, where and why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 import nanguard
 from nanguard.diagnosis.record import Diagnosis
 from nanguard.diagnosis.standalone import diagnose
-from nanguard.errors import ProtocolError
-from nanguard.incident.entry import Program, ReplayError, told
+from nanguard.errors import ProtocolError, ReplayError
+from nanguard.incident.entry import Program, told
 from nanguard.incident.reader import Bundle
 from nanguard.incident.surroundings import as_then
 from nanguard.islands import Islands

@@ -24,7 +24,8 @@ from nanguard.diagnosis.look import look
 from nanguard.diagnosis.record import Diagnosis
 from nanguard.diagnosis.source import Place, find_site
 from nanguard.diagnosis.trace import forward_op
-from nanguard.incident.entry import ReplayError, is_inside, told
+from nanguard.errors import ReplayError
+from nanguard.incident.entry import is_inside, told
 from nanguard.incident.rerun import Stage
 from nanguard.naming import unwrapped
 from nanguard.precision import Precision

@@ -16,13 +16,13 @@ from torch import Tensor
 from nanguard.bench import Bench
 from nanguard.data import Data, Place
 from nanguard.diagnosis.clinic import Clinic, How
-from nanguard.diagnosis.exam import Past
-from nanguard.diagnosis.record import Diagnosis, Fix
-from nanguard.diagnosis.remedies import REMEDIES
+from nanguard.diagnosis.record import Diagnosis
 from nanguard.divergence import Divergence, Trend
+from nanguard.incident.bundle import Bundles
 from nanguard.ladder import LowerLR, RaisePrecision, Rollback
 from nanguard.policy import judge
 from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict
+from nanguard.recovery.casebook import Casebook
 from nanguard.recovery.culprit import find_culprit
 from nanguard.recovery.evidence import holds_nonfinite, nonfinite_names
 from nanguard.recovery.measures import Measures
@@ -50,6 +50,7 @@ class Answer:
     went_back: bool = False
     lost: int = 0
     diagnosis: Diagnosis | None = None
+    bundle: str = ""
 
     def outcome(self, *, applied: bool) -> Outcome:
         return Outcome(
@@ -59,18 +60,22 @@ class Answer:
             lost=self.lost,
             did=self.did,
             diagnosis=self.diagnosis,
+            bundle=self.bundle,
         )
 
 
 class Climber:
     """``keeper`` is there where snapshots are taken."""
 
-    def __init__(self, bench: Bench, data: Data, keeper: Keeper | None, diagnose: How) -> None:
+    def __init__(
+        self, bench: Bench, data: Data, keeper: Keeper | None, *, diagnose: How, bundles: Bundles | None
+    ) -> None:
         self._bench, self._data, self.keeper = bench, data, keeper
         self._world = World(bench)
         self.measures = Measures(bench)
         self._rehearsal = Rehearsal(bench)
         self.clinic = Clinic(bench, self._rehearsal, diagnose)
+        self.casebook = Casebook(bench, self.clinic, keeper, bundles)
         self._witness: Window | None = None
         self._places: deque[tuple[int, Place]] = deque(maxlen=512)
         self._from_the_start = frozenset(nonfinite_names(self._world.tensors()))
@@ -113,19 +118,15 @@ class Climber:
         damaged = self.damaged()
         reading = replace(reading, damaged=damaged)
         is_damaged = self._bench.ranks.any(bool(damaged))
-        diagnosis = self._examine(window, reading)
+        diagnosis = self.casebook.examine(window, reading)
         if is_damaged:
             self._bench.be_careful()
-            diagnosis = _of_damage(diagnosis, reading)
         verdict = judge(reading, damaged=is_damaged, means=self._means(window))
+        kept = self.casebook.gather(window, reading, diagnosis)
         answer = replace(self._climb(window, verdict, diagnosis), diagnosis=diagnosis)
+        answer = replace(answer, bundle=self.casebook.write(answer.outcome(applied=False), kept))
         behind = self._bench.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
-
-    def take_interrupt(self) -> KeyboardInterrupt | None:
-        """What interrupted an examination, for whoever has recorded its outcome to raise."""
-        interrupt, self.clinic.interrupt = self.clinic.interrupt, None
-        return interrupt
 
     def look(self, window: Window) -> Answer | None:
         """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
@@ -135,15 +136,6 @@ class Climber:
         reading = Reading(step=window.step, epoch=window.epoch, batch=window.batch, loss=math.nan, damaged=damaged)
         self._bench.be_careful()
         return self._climb(window, judge(reading, damaged=True, means=self._means(window)))
-
-    def _examine(self, window: Window, reading: Reading) -> Diagnosis | None:
-        keeper = self.keeper
-        past = Past(
-            readings=tuple(self._bench.journal.recent),
-            older_weights=None if keeper is None else keeper.weights_of_oldest,
-            oldest_step=keeper.steps[0] if keeper is not None and keeper.steps else None,
-        )
-        return self.clinic.examine(window, reading, past, update="update" in reading.found)
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync.
@@ -372,25 +364,3 @@ class Climber:
         places = [place for step, place in self._places if step >= first]
         places += [(r.epoch, r.batch) for r in readings if r.batch is not None and r.step >= first]
         return min([(reading.epoch, reading.batch), *places]), last
-
-
-def _of_damage(diagnosis: Diagnosis | None, reading: Reading) -> Diagnosis | None:
-    """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
-    if diagnosis is None or diagnosis.phase not in ("parameter", "optimizer") or diagnosis.confidence == "certain":
-        return diagnosis  # the program was seen to write to them in this very step
-    names = ", ".join(reading.damaged[:3]) + (
-        f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
-    )
-    return replace(
-        diagnosis,
-        cause="parameter_corrupted",
-        source=None,
-        op="",
-        batch=None if reading.batch is None else max(0, reading.batch - 1),
-        since_step=max(0, reading.step - 1),
-        because=f"{names} became non-finite behind step {reading.step - 1:,}: by its update, or by the program",
-        notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
-        confidence="guess",
-        fix=Fix(words=REMEDIES["parameter_corrupted"].words),
-        remedies=REMEDIES["parameter_corrupted"].helps,
-    )

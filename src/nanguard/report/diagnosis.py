@@ -52,7 +52,7 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and text of each row of a panel."""
-    yield "born in", _birth(diagnosis)
+    yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
     yield "because", f"{CAUSES[diagnosis.cause]}: {diagnosis.because}"
     if diagnosis.samples:
         yield "samples", _numbers(diagnosis.samples) + " of the batch" + _element(diagnosis)
@@ -97,7 +97,8 @@ def long_text_of(diagnosis: Diagnosis) -> str:
 def _birth(diagnosis: Diagnosis) -> str:
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, _format(diagnosis.dtype)]))
     where = diagnosis.module or "(outside any module)"
-    return "   ".join(filter(None, [where, what, _line(diagnosis.source)]))
+    line = _line(diagnosis.source)
+    return "   ".join(filter(None, [where, what, line if diagnosis.is_line_traced or not line else f"probably {line}"]))
 
 
 def _line(source: Source | None) -> str:

@@ -75,7 +75,7 @@ class Draft:
     def write(self, folder: Path, step: int) -> None:
         """Writes it to ``folder``, which is new. When this returns it is on the disk."""
         folder.mkdir()
-        document = {"step": step, "time": time.time(), **_write_tensors(folder / TENSORS, self.contents)}
+        document = {"step": step, "time": time.time(), **write_tensors(folder / TENSORS, self.contents)}
         _write_facts(folder / FACTS, {**document, **self.places, "facts": self.facts})
         sync(folder)
 
@@ -104,7 +104,7 @@ def _arranged(
     return contents, places
 
 
-def _write_tensors(path: Path, contents: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, contents: Mapping[str, Tensor]) -> dict[str, Any]:
     """Writes a safetensors file tensor by tensor and returns what it takes to read and verify it."""
     # The widest first, as others who write this format do: then each is aligned for those who map the file.
     ordered = sorted(contents.items(), key=lambda item: -item[1].element_size())
@@ -127,7 +127,7 @@ def _write_tensors(path: Path, contents: Mapping[str, Tensor]) -> dict[str, Any]
             for part in _chunks(_memory(whole)):
                 file.write(part)
                 digest.update(part)
-        _flush(file)
+        flush(file)
     index = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape]} for name, t in ordered}
     return {"size": 8 + len(text) + end, "header": 8 + len(text), "tensors_sha256": digest.hexdigest(), "index": index}
 
@@ -137,7 +137,7 @@ def _write_facts(path: Path, document: Mapping[str, Any]) -> None:
     seal = f'{{"format": {FORMAT}, "sha256": "{hashlib.sha256(rest).hexdigest()}", '
     with path.open("xb") as file:
         file.write(seal.encode("ascii") + rest)
-        _flush(file)
+        flush(file)
 
 
 def read(path: Path, step: int) -> Stored:
@@ -153,13 +153,13 @@ def read(path: Path, step: int) -> Stored:
     document = json.loads(raw)
     if document["step"] != step:
         raise ValueError(f"{FACTS} is one of step {document['step']}")
-    contents = _read_tensors(path / TENSORS, document)
+    contents = read_tensors(path / TENSORS, document)
     tensors = {name: contents[place] for name, place in document["tensors"].items()}
     facts = decode(document["facts"], {name: contents[place] for name, place in document["facts_tensors"].items()})
     return Stored(step, tensors, dict(facts))
 
 
-def _read_tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
     shapes = {name: (DTYPES[entry["dtype"]], entry["shape"]) for name, entry in document["index"].items()}
     if any(length < 0 for _, shape in shapes.values() for length in shape):
         raise ValueError(f"{FACTS} speaks of tensors that cannot be")
@@ -201,7 +201,7 @@ def _chunks(memory: memoryview) -> Iterator[memoryview]:
     return (memory[begin : begin + _CHUNK] for begin in range(0, len(memory), _CHUNK))
 
 
-def _flush(file: BinaryIO) -> None:
+def flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

@@ -1,0 +1,80 @@
+"""What is found out and kept about a bad step before anything is done about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanguard.bench import Bench
+from nanguard.diagnosis.clinic import Clinic
+from nanguard.diagnosis.exam import Past
+from nanguard.diagnosis.record import Diagnosis, Fix
+from nanguard.diagnosis.remedies import REMEDIES
+from nanguard.incident.bundle import Bundles, Kept
+from nanguard.records import Outcome, Reading
+from nanguard.snapshot.keeper import Keeper
+from nanguard.window import Window
+
+
+class Casebook:
+    """``bundles`` is there where bad steps are kept on disk, ``keeper`` where snapshots are taken."""
+
+    def __init__(self, bench: Bench, clinic: Clinic, keeper: Keeper | None, bundles: Bundles | None) -> None:
+        self._bench, self._clinic, self._keeper, self._bundles = bench, clinic, keeper, bundles
+
+    def examine(self, window: Window, reading: Reading) -> Diagnosis | None:
+        """Where it came from and why; the same on all ranks."""
+        keeper = self._keeper
+        past = Past(
+            readings=tuple(self._bench.journal.recent),
+            older_weights=None if keeper is None else keeper.weights_of_oldest,
+            oldest_step=keeper.steps[0] if keeper is not None and keeper.steps else None,
+        )
+        diagnosis = self._clinic.examine(window, reading, past, update="update" in reading.found)
+        return _of_damage(diagnosis, reading) if diagnosis is not None and reading.damaged else diagnosis
+
+    def gather(self, window: Window, reading: Reading, diagnosis: Diagnosis | None) -> Kept | None:
+        """What a bundle is to hold, as it is now; on the ranks that saw the fault."""
+        bench, ranks = self._bench, [flags.rank for flags in reading.ranks]
+        if self._bundles is None or bench.ranks.rank not in (ranks or [0]):
+            return None
+        return self._bundles.gather(
+            diagnosis,
+            window,
+            bench.journal.recent,
+            bench.model,
+            precision=bench.precision.name,
+            kept_fp32=bench.islands.names,
+        )
+
+    def write(self, outcome: Outcome, kept: Kept | None) -> str:
+        """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""
+        if self._bundles is None or kept is None:
+            return ""
+        path = self._bundles.write(len(self._bench.journal.history) + 1, outcome, kept)
+        return "" if path is None else str(path)
+
+    def take_interrupt(self) -> KeyboardInterrupt | None:
+        """What interrupted an examination, for whoever has recorded its outcome to raise."""
+        interrupt, self._clinic.interrupt = self._clinic.interrupt, None
+        return interrupt
+
+
+def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
+    """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
+    if diagnosis.phase not in ("parameter", "optimizer") or diagnosis.confidence == "certain":
+        return diagnosis  # the program was seen to write to them in this very step
+    more = f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
+    names, remedy = ", ".join(reading.damaged[:3]) + more, REMEDIES["parameter_corrupted"]
+    return replace(
+        diagnosis,
+        cause="parameter_corrupted",
+        source=None,
+        op="",
+        batch=None if reading.batch is None else max(0, reading.batch - 1),
+        since_step=max(0, reading.step - 1),
+        because=f"{names} became non-finite behind step {reading.step - 1:,}: by its update, or by the program",
+        notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
+        confidence="guess",
+        fix=Fix(words=remedy.words),
+        remedies=remedy.helps,
+    )

@@ -1,0 +1,587 @@
+"""Programs of many shapes, one fault each: the diagnosis names its op, its module and its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import nanguard
+from helpers import NAN, differences, everything, make_batches, own_step, poisoned
+from helpers import loss_fn as cross_entropy
+from nanguard import Guard
+from nanguard.diagnosis.record import Diagnosis
+
+LINES = Path(__file__).read_text().splitlines()
+
+
+def line(mark: str) -> int:
+    """The number of the line of this file that ends with a mark."""
+    found = [number for number, text in enumerate(LINES, start=1) if text.endswith(f"  # {mark}")]
+    assert len(found) == 1, f"{mark!r} marks {len(found)} lines"
+    return found[0]
+
+
+def samples() -> Tensor:
+    """Positive numbers, but for one zero in sample 2."""
+    x = torch.rand(8, 6, generator=torch.Generator().manual_seed(0)) + 0.1
+    x[2, 0] = 0.0
+    return x
+
+
+def total(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).sum()
+
+
+def diagnosed(model: nn.Module, loss_fn: Any = total, batch: Any = None, **options: Any) -> Diagnosis:
+    options = {"depth": "brief", "precision": "fp32", **options}
+    return nanguard.diagnose(model, loss_fn, samples() if batch is None else batch, **options)
+
+
+def assert_says(diagnosis: Diagnosis | None, *, op: str, module: str, mark: str, phase: str = "forward") -> None:
+    assert diagnosis is not None
+    assert diagnosis.source is not None
+    said = diagnosis.phase, diagnosis.op, diagnosis.module, Path(diagnosis.source.file).name, diagnosis.source.line
+    assert said == (phase, op, module, Path(__file__).name, line(mark))
+    assert diagnosis.cause != "unknown"
+
+
+# ---- ways to write a model -----------------------------------------------------------------------------------------
+
+
+class Applies(nn.Module):
+    """A layer that does nothing, then a function of the input itself."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.function = function
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.lin(x) * 0 + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.through(x))  # applies
+
+
+class Logarithm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.log()  # custom forward
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient / x  # custom backward
+
+
+def helper(x: Tensor) -> Tensor:
+    return x.log()  # helper
+
+
+class OverLines(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(x)
+        return (
+            h.exp()
+            + h.sqrt()
+            .log()  # over lines
+            .mul(2)
+            - 1
+        )  # fmt: skip
+
+
+class InPlace(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(x)
+        h.log_()  # in place
+        return h * 2
+
+
+class ThroughAView(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(x)
+        h.view(-1)[::2][6:9].log_()  # through a view
+        return h.t().contiguous() * 2
+
+
+class Halved(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(x * 1e6)
+        return h.half().float()  # halved
+
+
+class WithoutAutocast(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.through(x).log()  # without autocast
+
+
+class WithoutGradient(Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weights = x.log()  # without gradient
+        return self.lin(x) * weights
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], *, reentrant: bool) -> None:
+        super().__init__()
+        self.pre, self.inner, self.reentrant = Applies(torch.relu), Applies(function), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.pre(x), use_reentrant=self.reentrant)
+
+
+class UsedTwice(nn.Module):
+    """The same module under two names; it is the second call that breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Applies(torch.log)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x + 1) * 0 + x)
+
+
+class InContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([Applies(torch.relu), Applies(torch.log)])
+        self.ways = nn.ModuleDict({"up": Applies(torch.relu), "down": Applies(torch.sqrt)})
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        return self.ways[way](x) if way else self.steps[1](self.steps[0](x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 6), nn.Linear(6, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.head(self.table((x * 5).long()).mean(1))
+        return (hidden * 0 + x).log()  # tied
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Applies(torch.log)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.inner, dict(self.inner.named_parameters()), (x,))
+
+
+ON_ONE_LINE = lambda x: x.log()  # noqa: E731  # lambda
+SQRT = {"op": "sqrt", "phase": "backward"}
+LOG = {"op": "log"}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Applies(Logarithm.apply), {**LOG, "module": "", "mark": "custom forward"}),
+        (lambda: Applies(helper), {**LOG, "module": "", "mark": "helper"}),
+        (lambda: Applies(ON_ONE_LINE), {**LOG, "module": "", "mark": "noqa: E731  # lambda"}),
+        (lambda: OverLines(torch.relu), {**LOG, "module": "", "mark": "over lines"}),
+        (lambda: InPlace(torch.relu), {**LOG, "module": "", "mark": "in place"}),
+        (lambda: ThroughAView(torch.relu), {**LOG, "module": "", "mark": "through a view"}),
+        (lambda: WithoutAutocast(torch.relu), {**LOG, "module": "", "mark": "without autocast"}),
+        (lambda: WithoutGradient(torch.relu), {**LOG, "module": "", "mark": "without gradient"}),
+        (lambda: Checkpointed(torch.log, reentrant=False), {**LOG, "module": "inner", "mark": "applies"}),
+        (lambda: Checkpointed(torch.log, reentrant=True), {**LOG, "module": "inner", "mark": "applies"}),
+        (lambda: Checkpointed(torch.sqrt, reentrant=False), {**SQRT, "module": "inner", "mark": "applies"}),
+        (lambda: Checkpointed(torch.sqrt, reentrant=True), {**SQRT, "module": "inner", "mark": "applies"}),
+        (UsedTwice, {**LOG, "module": "first", "mark": "applies"}),
+        (Tied, {**LOG, "module": "", "mark": "tied"}),
+        (Functional, {**LOG, "module": "inner", "mark": "applies"}),
+    ],
+)
+def test_the_line_and_module_of_an_op(make: Callable[[], nn.Module], says: dict[str, str]) -> None:
+    precision = "bf16" if says["mark"] == "without autocast" else "fp32"
+    diagnosis = diagnosed(make(), precision=precision)
+    assert_says(diagnosis, **says)
+    assert diagnosis.samples == (() if says["mark"] == "through a view" else (2,))
+    assert diagnosis.cause == ("log_of_zero" if says["op"] == "log" else "sqrt_grad_at_zero")
+
+
+def test_a_hand_written_backward() -> None:
+    diagnosis = diagnosed(Applies(Twice.apply))
+    assert_says(diagnosis, op="div", module="", mark="custom backward", phase="backward")
+    assert diagnosis.cause == "custom_backward_bug"
+
+
+def test_an_explicit_cast() -> None:
+    diagnosis = diagnosed(Halved(torch.relu))
+    assert_says(diagnosis, op="to_copy", module="", mark="halved")
+    assert diagnosis.cause == "overflow_fp16"
+
+
+@pytest.mark.parametrize("way", ["", "down"])
+def test_modules_in_lists_and_dicts(way: str) -> None:
+    diagnosis = diagnosed(InContainers(), lambda model, x: model(x, way).sum())
+    where = {**SQRT, "module": "ways.down"} if way else {**LOG, "module": "steps.1"}
+    assert_says(diagnosis, mark="applies", **where)
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = (model.lin(x) * 0 + x).sqrt().sum()  # penalised
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return (slope * slope).sum()
+
+
+def norm_of_slopes(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model.lin(x).relu().sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    lengths = slope.square().sum(1).sqrt()  # lengths
+    return (lengths - 1).square().mean()
+
+
+def test_double_backward() -> None:
+    assert_says(diagnosed(Applies(torch.relu), penalty), **SQRT, module="", mark="penalised")
+    model = Applies(torch.relu)
+    nn.init.zeros_(model.lin.weight)
+    nn.init.ones_(model.lin.bias)
+    assert_says(diagnosed(model, norm_of_slopes), **SQRT, module="", mark="lengths")
+
+
+def test_function_transforms() -> None:
+    per_sample = diagnosed(Applies(torch.log), lambda model, x: torch.vmap(model)(x).sum())
+    assert_says(per_sample, op="log", module="", mark="applies")
+
+    def slopes(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.grad(lambda row: model(row).sum()))(x).sum()
+
+    assert_says(diagnosed(Applies(torch.sqrt), slopes), **SQRT, module="", mark="applies")
+
+
+def test_a_method_that_is_called_directly() -> None:
+    diagnosis = diagnosed(Applies(torch.relu), lambda model, x: model.through(x).log().sum())  # method
+    assert_says(diagnosis, op="log", module="", mark="method")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_is_replayed_as_written(backend: str) -> None:
+    model = torch.compile(Checkpointed(torch.sqrt, reentrant=False), backend=backend)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    guard.step(total, samples() + 1)
+    guard.step(total, samples())
+    guard.step(total, samples() + 1)
+    assert_says(guard.incidents[0].diagnosis, **SQRT, module="inner", mark="applies")
+    assert guard.counts["applied"] == 2
+    torch.compiler.reset()
+
+
+def test_deterministic_algorithms_fill_memory_with_nan_and_nobody_is_blamed_for_it() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_says(diagnosed(Applies(torch.log)), op="log", module="", mark="applies")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- torch's own layers --------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, padding = x[:, None].expand(-1, 3, -1), (x[:, :1] == 0).expand(-1, 3)
+        out, _ = self.attention(x, x, x, key_padding_mask=padding)  # attends
+        return out
+
+
+class Recurs(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer = kind(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.layer(x[:, None])  # recurs
+        return out
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, 6, 2, 8, dropout=0.0, batch_first=True)
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
+        self.top = nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 3, -1)
+        for layer in self.layers:
+            x = layer(x)  # encodes
+        return self.top(x)  # encodes at the top
+
+
+def test_attention_that_is_masked_entirely() -> None:
+    diagnosis = diagnosed(Attends())
+    assert_says(diagnosis, op="softmax", module="attention", mark="attends")
+    assert diagnosis.cause == "masked_softmax_all_neg_inf"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(kind: Any) -> None:
+    model = Recurs(kind)
+    bad = samples()
+    bad[5, 3] = NAN
+    diagnosis = diagnosed(model, batch=bad)
+    assert (diagnosis.phase, diagnosis.module, diagnosis.samples) == ("data", "layer", (5,))
+    assert diagnosis.because == "batch holds NaN at [5, 3]"
+    model.layer.weight_ih_l0.register_hook(lambda gradient: gradient / 0)  # hook of a recurrent layer
+    diagnosis = diagnosed(model)
+    assert_says(diagnosis, op="div", module="layer", mark="hook of a recurrent layer", phase="backward")
+
+
+@pytest.mark.parametrize(("name", "mark"), [("layers.1", "encodes"), ("top.layers.0", "encodes at the top")])
+def test_transformer_layers(name: str, mark: str) -> None:
+    model = Encodes()
+    for layer in ("linear1", "linear2"):
+        nn.init.constant_(model.get_submodule(f"{name}.{layer}").weight, 3e4)
+    diagnosis = diagnosed(model, precision="fp16", depth="full")
+    assert diagnosis.cause == "overflow_fp16"
+    assert_says(diagnosis, op=diagnosis.op, module=diagnosis.module, mark=mark)
+    assert diagnosis.module.startswith(name)
+    assert diagnosis.modules_to_keep
+    assert all(kept.startswith(name) for kept in diagnosis.modules_to_keep)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "get", "name"),
+    [
+        (lambda good, bad: (good, bad), lambda b: b, "batch[1]"),
+        (lambda good, bad: {"y": bad, "x": good}, lambda b: (b["x"], b["y"]), "batch['y']"),
+        (Sample, lambda b: (b.x, b.y), "batch.y"),
+        (Pair, lambda b: (b.x, b.y), "batch.y"),
+        (lambda good, bad: {"a": [good, {"z": bad}]}, lambda b: (b["a"][0], b["a"][1]["z"]), "batch['a'][1]['z']"),
+    ],
+)
+def test_bad_data_are_named(make: Any, get: Any, name: str) -> None:
+    bad = samples()
+    bad[5, 1] = bad[6, 2] = NAN
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, y = get(batch)
+        return F.mse_loss(model(x), y)
+
+    diagnosis = diagnosed(nn.Linear(6, 6), loss_fn, make(samples(), bad), depth="full")
+    assert (diagnosis.phase, diagnosis.cause, diagnosis.samples) == ("data", "input_nonfinite", (5, 6))
+    assert diagnosis.because == f"{name} holds NaN at [5, 1] and 1 more"
+    assert {trial.what: trial.result for trial in diagnosis.tried} == {
+        "samples 5, 6 alone": "non-finite",
+        "the batch without samples 5, 6": "finite",
+    }
+
+
+@pytest.mark.parametrize("style", ["accumulate", "microbatches", "own loop"])
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_the_microbatch_is_named(style: str, sync: str) -> None:
+    model = Applies(torch.log)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    accumulate = 1 if style == "microbatches" else 4
+    guard = Guard(model, optimizer, precision="fp32", sync=sync, accumulate=accumulate)
+    parts = [samples() if place == 2 else samples() + 1 for place in range(4)]
+    if style == "microbatches":
+        guard.step(total, microbatches=parts)
+    for part in parts if style == "accumulate" else ():
+        guard.step(total, part)
+    for place, part in enumerate(parts if style == "own loop" else ()):
+        with guard.autocast():
+            loss = total(model, part)
+        guard.backward(loss)
+        if place == 3:
+            guard.update()
+    guard.settle()
+    diagnosis = guard.incidents[0].diagnosis
+    assert_says(diagnosis, op="log", module="", mark="applies")
+    assert diagnosis is not None
+    assert diagnosis.microbatch == 2
+    assert diagnosis.capture == ("module" if style == "own loop" else "step")
+
+
+def test_calls_that_are_no_microbatches_are_not_counted_as_such() -> None:
+    model = Applies(torch.log)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    with guard.autocast():
+        loss = total(model, samples() + 1) + total(model, samples())
+    guard.backward(loss)
+    guard.update()
+    diagnosis = guard.incidents[0].diagnosis
+    assert_says(diagnosis, op="log", module="", mark="applies")
+    assert diagnosis is not None
+    assert diagnosis.microbatch is None
+
+
+@pytest.mark.parametrize("diagnose", ["full", "off"])
+def test_several_optimizers(diagnose: Any) -> None:
+    """A GAN in one guard: the fault is in what the discriminator makes of the generator's output."""
+    model = nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": Applies(torch.log)})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in model.values()]
+
+    def loss_fn(model: nn.ModuleDict, x: Tensor) -> Tensor:
+        return model["discriminator"](model["generator"](x) * 0 + x).sum()
+
+    guard = Guard(model, optimizers, precision="fp32", diagnose=diagnose)
+    guard.step(loss_fn, samples() + 1)
+    before = everything(model, optimizers)
+    guard.step(loss_fn, samples())
+    assert differences(before, everything(model, optimizers)) == []
+    if diagnose == "full":
+        assert_says(guard.incidents[0].diagnosis, op="log", module="discriminator", mark="applies")
+
+
+# ---- healthy programs ----------------------------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """A minute GPT: causal attention with an additive mask of infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 20)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True) for _ in range(2)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, mask = self.table(tokens), nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+
+class Sees(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.block, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm1(self.stem(x)))
+        x = F.relu(x + self.norm2(self.block(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Listens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(4, 16, batch_first=True), nn.Linear(16, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def random_data(kind: str, number: int = 60) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    if kind == "Reads":
+        tokens = torch.randint(20, (number, 4, 9), generator=g)
+        return [(t[:, :-1], t[:, 1:].flatten()) for t in tokens]
+    shape = (4, 3, 8, 8) if kind == "Sees" else (4, 6, 4)
+    return [(torch.randn(shape, generator=g), torch.randint(20, (4,), generator=g)) for _ in range(number)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [Reads, Sees, Listens])
+def test_a_healthy_run_is_left_alone(kind: Any, precision: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ends = []
+    for style in ("plain", "step", "own loop"):
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        guard = None if style == "plain" else Guard(model, optimizer, precision=precision, clip="global", max_norm=1.0)
+        caplog.clear()
+        for batch in random_data(kind.__name__):
+            if style == "step":
+                guard.step(cross_entropy, batch)
+            elif style == "own loop":
+                own_step(guard, batch)
+            else:
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                    loss = cross_entropy(model, batch)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        if guard is not None:
+            guard.settle()
+            assert guard.incidents == ()
+            assert guard.counts["applied"] == 60
+            assert caplog.messages == []
+        ends.append(everything(model, [optimizer]))
+    assert differences(ends[0], ends[1]) == []
+    assert differences(ends[0], ends[2]) == []
+
+
+def test_a_bad_batch_is_no_more_than_skipped_in_a_world_of_meta_tensors() -> None:
+    """Nothing of the guard's is made on the default device."""
+    ends = []
+    for device in (None, "meta"):
+        torch.manual_seed(0)
+        model = Sees()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        data = random_data("Sees", 12)
+        images = poisoned([(x.flatten(1), y) for x, y in data], 4)
+        data = [(x.view(4, 3, 8, 8), y) for x, y in images]
+        guard = Guard(model, optimizer, precision="bf16", diagnose="full")
+        torch.set_default_device(device)
+        try:
+            for number, batch in enumerate(guard.epoch(data)):
+                if number == 8:
+                    own_step(guard, (batch[0] * NAN, batch[1]))
+                guard.step(cross_entropy, batch)
+        finally:
+            torch.set_default_device(None)
+        assert [i.diagnosis.cause for i in guard.incidents if i.diagnosis] == ["input_nonfinite"] * 2
+        assert [i.diagnosis.samples for i in guard.incidents if i.diagnosis][0] == (0,)
+        ends.append(everything(model, [optimizer]))
+    assert differences(ends[0], ends[1]) == []
+
+
+def test_make_batches_is_what_the_poison_is_for() -> None:
+    """The helper of other tests, examined itself: the poisoned element is the one that is named."""
+    (x, y), *_ = poisoned(make_batches(1), 0)
+    diagnosis = diagnosed(nn.Linear(6, 3), cross_entropy, (x, y))
+    assert (diagnosis.phase, diagnosis.samples, diagnosis.because) == ("data", (0,), "batch[0] holds NaN at [0, 0]")
