@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nanguard
-from helpers import NAN, differences, everything, make_batches, own_step, poisoned
+from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
 from nanguard.diagnosis.record import Diagnosis
@@ -319,12 +319,12 @@ class Attends(nn.Module):
 
 
 class Recurs(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, *, steps: int = 1, **options: Any) -> None:
         super().__init__()
-        self.layer = kind(6, 6, batch_first=True)
+        self.layer, self.steps = kind(6, 6, batch_first=True, **options), steps
 
     def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.layer(x[:, None])  # recurs
+        out, _ = self.layer(x[:, None].expand(-1, self.steps, -1))  # recurs
         return out
 
 
@@ -358,7 +358,15 @@ def test_recurrent_layers(kind: Any) -> None:
     assert diagnosis.because == "batch holds NaN at [5, 3]"
     model.layer.weight_ih_l0.register_hook(lambda gradient: gradient / 0)  # hook of a recurrent layer
     diagnosis = diagnosed(model)
-    assert_says(diagnosis, op="div", module="layer", mark="hook of a recurrent layer", phase="backward")
+    assert_says(diagnosis, op="div", module="", mark="hook of a recurrent layer", phase="backward")
+
+
+def test_a_recurrent_layer_that_grows_without_bound() -> None:
+    model = Recurs(nn.RNN, steps=30, nonlinearity="relu")
+    nn.init.constant_(model.layer.weight_hh_l0, 100.0)
+    diagnosis = diagnosed(model)
+    assert diagnosis.cause == "overflow_any_precision"
+    assert_says(diagnosis, op=diagnosis.op, module="layer", mark="recurs")
 
 
 @pytest.mark.parametrize(("name", "mark"), [("layers.1", "encodes"), ("top.layers.0", "encodes at the top")])
@@ -526,6 +534,7 @@ def random_data(kind: str, number: int = 60) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [Reads, Sees, Listens])
 def test_a_healthy_run_is_left_alone(kind: Any, precision: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="nanguard")
     ends = []
     for style in ("plain", "step", "own loop"):
         torch.manual_seed(0)
@@ -578,10 +587,3 @@ def test_a_bad_batch_is_no_more_than_skipped_in_a_world_of_meta_tensors() -> Non
         assert [i.diagnosis.samples for i in guard.incidents if i.diagnosis][0] == (0,)
         ends.append(everything(model, [optimizer]))
     assert differences(ends[0], ends[1]) == []
-
-
-def test_make_batches_is_what_the_poison_is_for() -> None:
-    """The helper of other tests, examined itself: the poisoned element is the one that is named."""
-    (x, y), *_ = poisoned(make_batches(1), 0)
-    diagnosis = diagnosed(nn.Linear(6, 3), cross_entropy, (x, y))
-    assert (diagnosis.phase, diagnosis.samples, diagnosis.because) == ("data", (0,), "batch[0] holds NaN at [0, 0]")

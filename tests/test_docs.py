@@ -31,6 +31,7 @@ def world() -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
         "loader": loader,
         "batch": loader[0],
+        "bad_batch": (loader[0][0].log(), loader[0][1]),
         "loss_fn": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         "epochs": 1,
         "guard": nanguard.Guard(model, optimizer),

@@ -25,6 +25,13 @@ def test_gan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "applied=199, skipped=1" in output_of("gan.py", capsys)
 
 
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of("explain.py", capsys)
+    assert "step 4: sqrt_grad_at_zero in spectrum, sample (3,)" in out
+    assert "step 8: overflow_fp16 in attention, sample (5,)" in out
+    assert "guard.keep_fp32('attention')   (tried on this step: finite)" in out
+
+
 def test_recover(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of("recover.py", capsys)
     assert "in fp32: attention" in out

@@ -74,3 +74,13 @@ def test_labels_are_read_by_the_scorer_alone() -> None:
     used = {word for word in ("precision", "loop") if f'facts["{word}"]' in source or f'facts.get("{word}")' in source}
     assert used == {"precision", "loop"}
     assert source.count("facts[") + source.count("facts.get(") == 2
+
+
+def test_the_score_in_the_docs_is_that_of_these_tests() -> None:
+    text = (BENCHMARKS.parent / "docs" / "diagnosis.md").read_text()
+    for name, paths in (("cases", OPEN), ("own", OWN)):
+        healthy = [path for path in paths if path.stem.startswith("healthy_")]
+        known = [WRONG[path.stem] for path in paths if path.stem in WRONG]
+        faulty, late = len(paths) - len(healthy), sum("step" in fields.split() for fields in known)
+        row = f"| `{name}` | {faulty} | {faulty} | {faulty - late} | {faulty - len(known)} | 0 of {len(healthy)} |"
+        assert row in text

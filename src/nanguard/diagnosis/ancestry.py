@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from nanguard.diagnosis.provenance import STATE, Leaf, Note
@@ -13,7 +15,7 @@ def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, s
         return None
     if source.op in ("add", "clamp", "clamp_min", "maximum", "sub", "rsub"):
         kind = getattr(torch, source.dtype.removeprefix("torch."), torch.float32)
-        for scalar in source.scalars:
+        for scalar in (*source.scalars, *_constants(source)):
             if 0 < abs(scalar) < 1e-3 and torch.tensor(scalar, dtype=torch.float64, device="cpu").to(kind) == 0:
                 return scalar, source.dtype.removeprefix("torch.")
     if source.op in ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "mul", "unsqueeze", "pow"):
@@ -22,6 +24,12 @@ def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, s
             if found is not None:
                 return found
     return None
+
+
+def _constants(note: Note) -> Iterable[float]:
+    """Operands that are one number, as a tensor: ``torch.tensor(1e-8)``."""
+    made = [p for p in note.parents if isinstance(p, Note) and p.op in ("lift", "lift_fresh", "scalar_tensor", "full")]
+    return (p.look.low for p in made if not p.shape)
 
 
 _NORMS = frozenset(("linalg_vector_norm", "norm", "frobenius_norm", "nuclear_norm", "linalg_matrix_norm", "hypot"))

@@ -37,7 +37,7 @@ class Finding:
     """``event`` is to blame; ``chain`` leads from it to where it showed; ``harmless`` births reached nothing.
 
     ``discarded`` is True where the forward pass threw the value away (``torch.where``, a mask) and only the derivative
-    brought it back.
+    brought it back, or made it anew (that of ``log`` at 0).
     """
 
     event: Event
@@ -55,12 +55,21 @@ def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
     suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
     guilty = min(suspects or reached, key=lambda event: event.note.index)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
+    forerunners = [e for e in harmless if _is_derivative_of(guilty, e)]
     return Finding(
         event=guilty,
         chain=tuple(_path(ends, guilty)),
-        harmless=tuple(harmless[:_MOST_LINKS]),
-        discarded=guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends),
+        harmless=tuple([e for e in harmless if e not in forerunners][:_MOST_LINKS]),
+        discarded=bool(forerunners) or (guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends)),
     )
+
+
+def _is_derivative_of(event: Event, other: Event) -> bool:
+    """Whether an event belongs to the derivative of an op that gave an infinity itself."""
+    note, before = event.note, other.note
+    if note.phase != "backward" or note.in_user_code or before.phase != "forward" or other.has_nan:
+        return False
+    return (note.node, note.place) == (before.op, before.place)
 
 
 def is_suspect(event: Event) -> bool:

@@ -145,22 +145,13 @@ def _custom_backward(case: Case) -> tuple[Cause, str] | None:
 
 
 def _discarded(case: Case) -> tuple[Cause, str] | None:
-    """An infinity that the forward pass drops: kept for the derivative, or made again by it (of ``log`` at 0)."""
-    if not case.finding.discarded and not _was_infinite_and_dropped(case):
+    if not case.finding.discarded or (case.event.has_nan and case.note.phase == "forward"):
         return None
     return (
         "zero_times_inf",
         f"{case.note.name} is infinite where its result is not used; the forward pass drops it, and the derivative "
         "multiplies a gradient of 0 by that infinity",
     )
-
-
-def _was_infinite_and_dropped(case: Case) -> bool:
-    note = case.note
-    if note.phase != "backward" or note.in_user_code:
-        return False
-    same = [e for e in case.finding.harmless if (e.note.op, e.note.place) == (note.node, note.place)]
-    return any(not e.has_nan and e.note.phase == "forward" for e in same)
 
 
 def _by_value(case: Case) -> tuple[Cause, str] | None:
@@ -344,6 +335,8 @@ def _softmax(case: Case) -> tuple[Cause, str] | None:
 def _infinities(case: Case) -> tuple[Cause, str] | None:
     if case.is_birth:
         return None
+    if case.event.kind == "given":
+        return _hidden(case)
     values = [operand.value for operand in case.evidence.operands if operand.value is not None]
     if case.op in (
         "sub",
@@ -371,6 +364,13 @@ def _infinities(case: Case) -> tuple[Cause, str] | None:
     if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
         return "inf_minus_inf", "an infinity is divided by an infinity"
     return "zero_times_inf", "0 is multiplied by an infinity"
+
+
+def _hidden(case: Case) -> tuple[Cause, str] | None:
+    """An infinity that was put there, a mask, reaches the loss as such."""
+    if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
+        return None
+    return "log_of_zero", f"{case.op} puts an infinity where the loss then asks for the log of a probability, which is 0"
 
 
 def _overflow(case: Case) -> tuple[Cause, str] | None:

@@ -98,7 +98,8 @@ def gather(
     operands, made_by = [], []
     for (name, tensor), source in zip(values, sources, strict=True):
         if not can_look(tensor) and not (tensor.numel() == 0 and tensor.is_floating_point()):
-            continue
+            if not is_pointwise or tensor.dtype is torch.bool:  # a count, a target
+                continue
         value = value_at(tensor, output.shape, evidence.element) if is_pointwise else None
         operands.append(_operand(name, tensor, value))
         made_by.append(source)

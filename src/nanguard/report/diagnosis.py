@@ -77,9 +77,9 @@ def long_text_of(diagnosis: Diagnosis) -> str:
     if diagnosis.chain:
         parts.append("\n".join(["from birth to where it showed", *(f"  {_link(link)}" for link in diagnosis.chain)]))
     if diagnosis.trail:
-        width = max(len(stretch.module or "(loss)") for stretch in diagnosis.trail)
+        width = max(len(stretch.module or "(top level)") for stretch in diagnosis.trail)
         lines = [
-            f"  {stretch.module or '(loss)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
+            f"  {stretch.module or '(top level)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
             f"{_format(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
             for stretch in diagnosis.trail
         ]
@@ -96,7 +96,7 @@ def long_text_of(diagnosis: Diagnosis) -> str:
 
 def _birth(diagnosis: Diagnosis) -> str:
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, _format(diagnosis.dtype)]))
-    where = diagnosis.module or "(outside any module)"
+    where = diagnosis.module or "(top level)"
     line = _line(diagnosis.source)
     return "   ".join(filter(None, [where, what, line if diagnosis.is_line_traced or not line else f"probably {line}"]))
 
@@ -145,7 +145,7 @@ def _bound(value: float | None) -> str:
 
 
 def _link(link: Link) -> str:
-    where = link.module or "(outside any module)"
+    where = link.module or "(top level)"
     return "   ".join(filter(None, [link.became, f"{link.op}, {link.phase}", where, _line(link.source)]))
 
 
