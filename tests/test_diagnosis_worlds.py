@@ -558,7 +558,7 @@ def test_a_healthy_run_is_left_alone(kind: Any, precision: Any, caplog: pytest.L
             guard.settle()
             assert guard.incidents == ()
             assert guard.counts["applied"] == 60
-            assert caplog.messages == []
+            assert [message for message in caplog.messages if not message.startswith("snapshots of")] == []
         ends.append(everything(model, [optimizer]))
     assert differences(ends[0], ends[1]) == []
     assert differences(ends[0], ends[2]) == []
@@ -584,6 +584,6 @@ def test_a_bad_batch_is_no_more_than_skipped_in_a_world_of_meta_tensors() -> Non
         finally:
             torch.set_default_device(None)
         assert [i.diagnosis.cause for i in guard.incidents if i.diagnosis] == ["input_nonfinite"] * 2
-        assert [i.diagnosis.samples for i in guard.incidents if i.diagnosis][0] == (0,)
+        assert next(i.diagnosis.samples for i in guard.incidents if i.diagnosis) == (0,)
         ends.append(everything(model, [optimizer]))
     assert differences(ends[0], ends[1]) == []
