@@ -21,7 +21,8 @@ class Spectrum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         frames = torch.fft.rfft(x.unfold(-1, 16, 8))
-        return (frames.real**2 + frames.imag**2).sqrt()
+        magnitude: Tensor = (frames.real**2 + frames.imag**2).sqrt()
+        return magnitude
 
 
 class Attention(nn.Module):
@@ -41,15 +42,16 @@ class Denoiser(nn.Module):
         self.attention, self.gain, self.spectrum = Attention(), nn.Linear(16, 16), Spectrum()
 
     def forward(self, x: Tensor) -> Tensor:
-        frames = x.unflatten(-1, (4, 16))
+        frames = x.reshape(-1, 4, 16)
         gains = torch.sigmoid(self.gain(self.attention(frames)))
-        return (frames * gains).flatten(-2)
+        denoised: Tensor = (frames * gains).flatten(-2)
+        return denoised
 
 
 def loss_fn(model: Denoiser, batch: tuple[Tensor, Tensor]) -> Tensor:
     noisy, clean = batch
-    denoised = model(noisy).float()
-    return (model.spectrum(denoised) - model.spectrum(clean)).abs().mean()
+    error: Tensor = model.spectrum(model(noisy).float()) - model.spectrum(clean)
+    return error.abs().mean()
 
 
 def main() -> None:

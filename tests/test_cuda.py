@@ -62,6 +62,7 @@ def test_a_guarded_step_never_syncs_healthy_or_not(optimizer: str, precision: An
         clip=clip,
         policy=nanguard.Policy([nanguard.Skip(9)]),
         max_norm=1.0,
+        diagnose="off",  # an examination of a bad step asks the device at will
     )
     assert guard.syncs_per_step == 0
     batches = poisoned(make_batches(12, device="cuda"), 4, 5, 9)
@@ -71,6 +72,18 @@ def test_a_guarded_step_never_syncs_healthy_or_not(optimizer: str, precision: An
         guard.settle()
     assert guard.counts["skipped"] >= 2
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("style", ["step", "own loop"])
+def test_being_ready_to_examine_a_step_does_not_sync(style: str) -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    guard = nanguard.Guard(model, opt, precision="bf16")
+    batches = make_batches(12, device="cuda")
+    run(guard, batches[:2], style)
+    with syncs_are_errors():
+        run(guard, batches[2:], style)
+        guard.settle()
+    assert guard.counts["applied"] == 12
 
 
 def test_dropping_microbatches_does_not_sync_either() -> None:

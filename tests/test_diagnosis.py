@@ -139,6 +139,32 @@ def test_diagnose_leaves_no_trace_where_there_is_nothing_to_find(name: str) -> N
     assert optimizer is None or not optimizer.state
 
 
+class Odd(torch.optim.SGD):
+    """Keeps things where torch's own keep none: a list and a tensor as state, an option that its step makes."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["history"] = [*self.state.get("history", []), len(self.state)]
+        self.state["total"] = self.state.get("total", torch.zeros(1)) + 1
+        self.param_groups[0]["num_steps"] = self.param_groups[0].get("num_steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_an_optimizer_that_keeps_its_state_in_its_own_way(has_stepped: bool) -> None:
+    model, (batch,) = TinyNet(), make_batches(1)
+    optimizer = Odd(model.parameters(), lr=0.1, momentum=0.9)
+    if has_stepped:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    state, options = copy.deepcopy(dict(optimizer.state)), dict(optimizer.param_groups[0])
+    before = {"model": everything(model, []), "state": list(state.values()), "options": {**options, "params": None}}
+    with pytest.raises(ProtocolError, match="nothing to diagnose"):
+        nanguard.diagnose(model, loss_fn, batch, optimizer, precision="fp32")
+    now = {**optimizer.param_groups[0], "params": None}
+    after = {"model": everything(model, []), "state": list(optimizer.state.values()), "options": now}
+    assert differences(before, after) == []
+
+
 def test_diagnose_leaves_no_trace_where_the_program_raises() -> None:
     model, (batch,) = Rich(), make_batches(1)
     model.seen = torch.zeros(6)
@@ -403,6 +429,26 @@ def test_where_nothing_was_captured_it_says_so_and_traces_the_next_steps() -> No
     assert the(guard).notes == ("the next 3 steps are traced as they run",)
     step()
     assert the(guard).capture == "live"
+
+
+class Methods(Fragile):
+    """Is never called itself."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (self.lin(x) * 0 + x).log()  # encode
+
+
+def test_a_method_called_in_a_loop_of_ones_own_is_found_the_next_time() -> None:
+    model = Methods()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32", policy=PATIENT)
+    for _ in range(2):
+        with guard.autocast():
+            loss = model.encode(with_zero()).sum()
+        guard.backward(loss)
+        guard.update()
+    assert [the(guard, i).capture for i in range(2)] == ["none", "live"]
+    assert the(guard).source is not None
+    assert (the(guard).cause, the(guard).source.line) == ("log_of_zero", line("encode"))
 
 
 def test_tracing_ends_by_itself() -> None:
@@ -694,8 +740,7 @@ class Spoiler(torch.optim.SGD):
 
 def silent(model: nn.Module, batch: Any) -> Tensor:
     """No gradient at all where the batch is all zeros."""
-    x, y = batch
-    return loss_fn(model, batch) * bool((x != 0).any())
+    return loss_fn(model, batch) * bool((batch[0] != 0).any())
 
 
 def test_an_update_that_spoils_the_weights_is_caught_when_it_happens_again() -> None:
@@ -714,6 +759,7 @@ def test_an_update_that_spoils_the_weights_is_caught_when_it_happens_again() -> 
     assert "updates are looked at from now on" in the(guard, 0).notes[-1]
     assert (second.reading.found, second.reading.batch) == (("update",), 25)
     assert second.outcome.action.response == "skip"
+    assert the(guard, 1).phase == "optimizer"
     assert all(bool(t.isfinite().all()) for t in model.state_dict().values())
     assert guard.can_save()
 
@@ -769,7 +815,7 @@ sources = st.none() | st.builds(Source, file=names, line=st.integers(0, 9999), f
 operands = st.builds(
     Operand,
     name=names,
-    dtype=st.sampled_from(["", "float16", "float32", "bfloat16"]),
+    dtype=st.sampled_from(["float16", "float32", "bfloat16"]),
     shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     low=numbers,
     high=numbers,
@@ -807,6 +853,10 @@ def test_a_record_goes_through_json_and_into_words_whatever_it_holds(diagnosis: 
     assert known(again) == known(diagnosis)
     assert str(again) == str(diagnosis)
     assert again.report() == diagnosis.report()
+
+
+def test_an_operand_of_which_nothing_is_known_goes_into_words() -> None:
+    assert "eps" in Diagnosis(phase="forward", cause="unknown", operands=(Operand(name="eps"),)).report()
 
 
 def test_what_the_doctor_says_goes_through_json() -> None:

@@ -138,23 +138,30 @@ def test_in_a_loop_of_the_users_own_the_model_is_replayed(kind: str) -> None:
     assert (diagnosis.phase, diagnosis.cause, diagnosis.op, diagnosis.module) == EXPECTED[kind][:4]
 
 
+class Loud(nn.Module):
+    """Large inside, and small again when it hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x) * 400.0).pow(2) / 400.0**2
+
+
+class Speaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quiet, self.loud = nn.Linear(64, 64), Loud()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.loud(self.quiet(x)).float()
+        return out
+
+
 def test_overflow_names_the_modules_to_keep_in_fp32() -> None:
-    class Loud(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quiet, self.loud = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.loud(self.quiet(x)).float()
-            return out
-
-    torch.manual_seed(0)
-    model = Loud().cuda()
-    with torch.no_grad():
-        model.loud.weight.fill_(60.0)
-        model.loud.bias.zero_()
-        model.quiet.weight.fill_(1.0)
-    x = torch.ones(4, 64, device="cuda")
+    model = Speaker().cuda()
+    x = torch.full((4, 64), 8.0, device="cuda")
     diagnosis = nanguard.diagnose(model, lambda m, b: m(b).mean(), x, precision="fp16")
     assert (diagnosis.cause, diagnosis.module) == ("overflow_fp16", "loud")
     assert diagnosis.modules_to_keep == ("loud",)

@@ -415,7 +415,7 @@ def run_log(*, sync: str) -> Result:
             guard.settle()
         path = run_dir / "run.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
-        exists = run_dir.exists()
+        exists = path.exists()
     log.removeHandler(handler)
     return {"exists": exists, "lines": lines, "warnings": warnings, "incidents": told(guard)}
 

@@ -71,10 +71,17 @@ def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
     return found
 
 
-def line_that_makes_data(names: Sequence[str], place: int | None, num: int, files: Iterable[str]) -> Source | None:
-    """Where a piece of data gets its values: by its names, or by its place in the ``num`` entries of a batch."""
+def line_that_makes_data(
+    names: Sequence[str], place: int | None, num: int, files: Iterable[str], *, not_in: Sequence[str] = ()
+) -> Source | None:
+    """Where a piece of data gets its values: by its names, or by its place in the ``num`` entries of a batch.
+
+    Functions that use the data (``not_in``, and ``forward`` of modules) do not make them.
+    """
     program, found = Program(tuple(files)), list[Origin]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
+        if program.function_of(node) in ("forward", *not_in):
+            continue
         if isinstance(node, (ast.Assign, ast.AugAssign)) and set(names) & set(stored_names(node)):
             found.append(program.origin(file, node, node.value))
         for value in _parts_of_batch(node, names, place, num):

@@ -12,6 +12,7 @@ from nanguard.diagnosis.provenance import PARAMETER, Event, Note
 from nanguard.diagnosis.record import Cause, Diagnosis, Phase
 from nanguard.diagnosis.source import source_of
 
+_LARGEST_FP16 = 65504.0
 _JUMP = 64.0
 """By how much an op must make gradients grow to be blamed for it."""
 
@@ -26,7 +27,7 @@ def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
     diagnosis = Diagnosis(
         phase=phase,
         cause=cause,
-        op=note.name,
+        op=_op(exam, note, event),
         module=_module(exam, note),
         source=source_of(note.place),
         dtype=plain_dtype(note.dtype),
@@ -38,6 +39,14 @@ def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
         confidence="guess" if cause == "unknown" else "likely",
     )
     return _upstream(exam, diagnosis, event)
+
+
+def _op(exam: Exam, note: Note, event: Event) -> str:
+    """A constant that torch's own code brings along belongs to the op that the line calls: logdet has its own NaN."""
+    if event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
+        near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
+        return near[0] if near else note.name
+    return note.name
 
 
 def _module(exam: Exam, note: Note) -> str:
@@ -54,10 +63,9 @@ def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
     if diagnosis.cause != "overflow_fp16" or diagnosis.phase != "backward":
         return diagnosis
     scaler = exam.bench.scaler
-    if scaler is not None and scaler.scale.item() > 1:
-        because = (
-            f"the loss is multiplied by {scaler.scale.item():g}, and a gradient of it exceeds 65504, where fp16 ends"
-        )
+    scale = 1.0 if scaler is None else scaler.scale.item()
+    if scale > 1 and event.evidence.wide_reach / scale <= _LARGEST_FP16:
+        because = f"the loss is multiplied by {scale:g}, and a gradient of it exceeds 65504, where fp16 ends"
         return replace(diagnosis, cause="loss_scale_overflow", because=because)
     blamed = _largest_jump(event) or _unnormalised_sum(exam.run.loss)
     if blamed is None:

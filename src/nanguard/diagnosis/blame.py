@@ -53,7 +53,8 @@ def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
         return None
     suspects = [event for event in reached if is_suspect(event)]
     suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
-    guilty = min(suspects or reached, key=lambda event: event.note.index)
+    users = [event for event in reached if not event.is_mask]  # of a mask: it is meant, how it is used may not be
+    guilty = min(suspects or users or reached, key=lambda event: event.note.index)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
     forerunners = [e for e in harmless if _is_derivative_of(guilty, e)]
     return Finding(

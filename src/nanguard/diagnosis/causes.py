@@ -56,6 +56,17 @@ _SMALLEST = 2.0**-150
 
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
+_NORMALISES = frozenset(
+    ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
+)
+_SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
+_ADDS = frozenset(
+    (
+        *("add", "baddbmm", "cumsum", "lerp", "logaddexp", "logcumsumexp", "logsumexp", "mean", "native_layer_norm"),
+        *("rsub", "sub", "sum", *_SPREADS),
+    )
+)
+
 UNKNOWN: tuple[Cause, str] = ("unknown", "no rule fits what was seen")
 
 
@@ -101,13 +112,9 @@ def is_label(case: Case) -> bool:
 def number(value: float | None) -> str:
     if value is None:
         return "?"
-    return (
-        f"{value:,.0f}"
-        if value == int(value) and abs(value) < 1e5
-        else f"{value:.3g}"
-        if math.isfinite(value)
-        else str(value)
-    )
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e5 else f"{value:.3g}"
 
 
 def reach(operand: Operand | None) -> float:
@@ -122,11 +129,13 @@ def reach(operand: Operand | None) -> float:
 
 def _given(case: Case) -> tuple[Cause, str] | None:
     """A value that an op brought along: memory that nobody wrote to, or torch's own NaN for what has no answer."""
-    if case.event.kind != "given" or not case.event.has_nan:
+    if case.event.kind != "given" or not case.event.has_nan or case.note.node in _SPREADS:
         return None
     near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
     if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
         return "log_of_negative", "logdet of a matrix whose determinant is negative"
+    if "empty" not in case.op and "resize" not in case.op and case.note.scalars:
+        return "unknown", f"{case.op} was given a NaN as a constant"
     return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
 
 
@@ -147,11 +156,8 @@ def _custom_backward(case: Case) -> tuple[Cause, str] | None:
 def _discarded(case: Case) -> tuple[Cause, str] | None:
     if not case.finding.discarded or (case.event.has_nan and case.note.phase == "forward"):
         return None
-    return (
-        "zero_times_inf",
-        f"{case.note.name} is infinite where its result is not used; the forward pass drops it, and the derivative "
-        "multiplies a gradient of 0 by that infinity",
-    )
+    where = f"{case.note.name} is infinite where its result is not used"
+    return "zero_times_inf", f"{where}; dropped in the forward pass, it meets a gradient of 0 in the derivative"
 
 
 def _by_value(case: Case) -> tuple[Cause, str] | None:
@@ -178,10 +184,7 @@ def _root_gradient(case: Case) -> tuple[Cause, str] | None:
         if base == 0 and exponent is not None and exponent < 0:
             return "sqrt_grad_at_zero", f"the derivative of x**{exponent + 1:g} at 0 is infinite"
     if node.startswith("linalg_") and node.removeprefix("linalg_") in ("svd", "eigh", "eig", "qr", "svdvals"):
-        return (
-            "div_by_zero",
-            f"the derivative of {node} divides by differences of singular or eigenvalues, and two are equal",
-        )
+        return "div_by_zero", f"the derivative of {node} divides by differences of singular values, and two are equal"
     return None
 
 
@@ -295,35 +298,21 @@ def _gamma(case: Case) -> tuple[Cause, str] | None:
     if is_label(case):
         return (
             "label_out_of_domain",
-            f"{case.op} of {number(value)}, made of the batch alone: a target is out of its domain",
+            f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
         )
     return "log_of_zero", f"{case.op} has a pole at {number(value)}"
 
 
 def _statistic(case: Case) -> tuple[Cause, str] | None:
     count = case.evidence.count
-    spread = case.op in ("std", "var", "std_mean", "var_mean") or case.note.node in (
-        "std",
-        "var",
-        "std_mean",
-        "var_mean",
-    )
-    if count is not None and case.op in ("std", "var", "std_mean", "var_mean") and count <= case.evidence.correction:
-        return (
-            "std_of_single_element",
-            f"{case.op} over {count} element{'s' * (count != 1)} divides by {count} - {case.evidence.correction:g}",
-        )
-    if spread and case.note.phase == "backward" and not case.evidence.finite_in:
-        if case.evidence.output is not None and _statistic_of_one(case):
-            return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 0"
-        return "sqrt_grad_at_zero", f"the derivative of {case.note.node} is infinite where all elements are equal"
+    if count is not None and case.op in _SPREADS and count <= case.evidence.correction:
+        words = f"{case.op} over {count} element{'s' * (count != 1)}"
+        return "std_of_single_element", f"{words} divides by {count} - {case.evidence.correction:g}"
+    if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
+        return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"
     if count == 0:
         return "zero_over_zero", f"{case.op} over nothing: every element was left out"
     return None
-
-
-def _statistic_of_one(case: Case) -> bool:
-    return any(operand.value == 0 for operand in case.evidence.operands if not operand.dtype)
 
 
 def _softmax(case: Case) -> tuple[Cause, str] | None:
@@ -335,27 +324,10 @@ def _softmax(case: Case) -> tuple[Cause, str] | None:
 def _infinities(case: Case) -> tuple[Cause, str] | None:
     if case.is_birth:
         return None
-    if case.event.kind == "given":
+    if case.event.kind in ("given", "heir"):
         return _hidden(case)
     values = [operand.value for operand in case.evidence.operands if operand.value is not None]
-    if case.op in (
-        "sub",
-        "add",
-        "rsub",
-        "sum",
-        "mean",
-        "cumsum",
-        "lerp",
-        "logaddexp",
-        "logcumsumexp",
-        "baddbmm",
-        "logsumexp",
-        "var",
-        "std",
-        "std_mean",
-        "var_mean",
-        "native_layer_norm",
-    ):
+    if case.op in _ADDS:
         return "inf_minus_inf", "two infinities are subtracted from each other"
     if case.note.node in ("logsumexp", "log_softmax", "softmax", "logcumsumexp"):
         return "inf_minus_inf", "two infinities are subtracted from each other in the derivative"
@@ -370,7 +342,7 @@ def _hidden(case: Case) -> tuple[Cause, str] | None:
     """An infinity that was put there, a mask, reaches the loss as such."""
     if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
         return None
-    return "log_of_zero", f"{case.op} puts an infinity where the loss then asks for the log of a probability, which is 0"
+    return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
 
 
 def _overflow(case: Case) -> tuple[Cause, str] | None:
@@ -380,15 +352,11 @@ def _overflow(case: Case) -> tuple[Cause, str] | None:
     wide, dtype = case.evidence.finite_in, case.dtype
     biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
     if wide == "fp32" and dtype == "float16":
-        return (
-            "overflow_fp16",
-            f"operands reach {biggest:.3g} and the result exceeds 65504, where fp16 ends; in fp32 this op is finite",
-        )
+        words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
+        return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
-        return (
-            "overflow_any_precision",
-            f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end",
-        )
+        words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
+        return "overflow_any_precision", words
     return None
 
 
@@ -400,14 +368,7 @@ def _norm_inside(case: Case) -> tuple[Cause, str] | None:
 
 
 def _normalisation(case: Case) -> tuple[Cause, str] | None:
-    if case.op not in (
-        "native_layer_norm",
-        "native_batch_norm",
-        "native_group_norm",
-        "batch_norm",
-        "fused_rms_norm",
-        "rms_norm",
-    ):
+    if case.op not in _NORMALISES:
         return None
     eps = _value(case.evidence.operand("eps"))
     if not case.is_birth or eps is None:
@@ -426,20 +387,8 @@ def _loss_over_nothing(case: Case) -> tuple[Cause, str] | None:
 
 
 _VALUE_RULES: tuple[Rule, ...] = (
-    _exp,
-    _log,
-    _divide,
-    _sqrt,
-    _pow,
-    _domain,
-    _gamma,
-    _statistic,
-    _softmax,
-    _normalisation,
-    _norm_inside,
-    _infinities,
-    _overflow,
-    _loss_over_nothing,
+    *(_exp, _log, _divide, _sqrt, _pow, _domain, _gamma, _statistic, _softmax, _normalisation, _norm_inside),
+    *(_infinities, _overflow, _loss_over_nothing),
 )
 
 RULES: tuple[Rule, ...] = (_given, _ctc, _custom_backward, _discarded, _root_gradient, _by_value)

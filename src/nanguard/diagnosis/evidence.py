@@ -15,6 +15,7 @@ from nanguard.diagnosis.record import Operand
 
 _MOST_RECOMPUTED = 1 << 28
 _MOST_SAMPLES = 64
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
@@ -97,9 +98,9 @@ def gather(
     evidence.output = _operand("output", output)
     operands, made_by = [], []
     for (name, tensor), source in zip(values, sources, strict=True):
-        if not can_look(tensor) and not (tensor.numel() == 0 and tensor.is_floating_point()):
-            if not is_pointwise or tensor.dtype is torch.bool:  # a count, a target
-                continue
+        is_empty = tensor.numel() == 0 and tensor.is_floating_point()
+        if not (can_look(tensor) or is_empty or (is_pointwise and _is_whole(tensor))):
+            continue
         value = value_at(tensor, output.shape, evidence.element) if is_pointwise else None
         operands.append(_operand(name, tensor, value))
         made_by.append(source)
@@ -124,6 +125,11 @@ def _offending(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
                 except RuntimeError:
                     break
     return nans if bool(nans.any()) else mask
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor holds whole numbers that can be looked at: counts, targets."""
+    return tensor.dtype in _INTS and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _rows(bad: Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce
+
+log = logging.getLogger("nanguard")
 
 ARMED_STEPS = 3
 
@@ -39,11 +42,15 @@ class Live:
         if self.left <= 0 or self._bench.is_capturing:
             return
         self.left -= 1
-        trace = Trace(self._inventory.module_names())
-        introduce(trace, self._inventory)
-        for name, tensor in named_tensors(batch, "batch"):
-            trace.know(name, tensor, BATCH)
-        self._run = Run(trace)
+        try:
+            trace = Trace(self._inventory.module_names())
+            introduce(trace, self._inventory)
+            for name, tensor in named_tensors(batch, "batch"):
+                trace.know(name, tensor, BATCH)
+            self._run = Run(trace)
+        except Exception:
+            self.left = 0
+            log.warning("the step cannot be traced as it runs", exc_info=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -57,11 +64,16 @@ class Live:
     def after_backward(self, loss: Tensor) -> Run | None:
         """What showed, as long as gradients are still there; None where the step was not traced. Syncs."""
         run = self._run
-        if run is not None and run.is_finite:
+        if run is None or not run.is_finite:
+            return run
+        try:
             with _compat.unwatched():
                 run.look_at_loss(loss)
                 if run.is_finite:
                     run.look_at_gradients(self._inventory, self._bench)
                 if run.is_finite:
                     run.look_at_writes(self._inventory)
+        except Exception:
+            log.warning("what was traced of the step cannot be looked at", exc_info=True)
+            return None
         return run

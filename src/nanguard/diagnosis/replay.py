@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
 from nanguard.backup import Backup
@@ -64,7 +65,9 @@ class Replay:
         self._introduce(trace)
         run = Run(trace)
         try:
-            with self._stage(self.window), _compat.without_compilation(), GradientHooks(self._names, run.hooks), trace:
+            alone = _Alone() if self.bench.ranks.size > 1 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            hooks = GradientHooks(self._names, run.hooks)
+            with self._stage(self.window), _compat.without_compilation(), alone, hooks, trace:
                 for place in range(len(self.window.microbatches)):
                     self._watch_one(run, place)
                     if run.found:
@@ -197,6 +200,16 @@ class Replay:
                 leaf.grad = grad
             for generator, state in states:
                 generator.set_state(state)
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what waits for other ranks: they take no part in a replay, and would not be where they are expected."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            name = func.overloadpacket.__name__.strip("_")
+            raise RuntimeError(f"the step talks to other ranks ({name}), and cannot be run again on one alone")
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -56,6 +56,10 @@ class Program:
             else:
                 self._enter(file, child, scope)
 
+    def function_of(self, node: ast.AST) -> str:
+        """The name of the function that a node is in, ``""`` outside any."""
+        return getattr(self._scopes.get(id(node)), "name", "")
+
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
         """All nodes of these kinds, file by file."""
         for file in self.files:

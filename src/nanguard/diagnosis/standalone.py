@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.record import Diagnosis
 from nanguard.errors import ProtocolError
+from nanguard.naming import unwrapped
 from nanguard.policy import Policy
 from nanguard.precision import LossScale
-from nanguard.recovery.rehearsal import Rehearsal
+from nanguard.recovery.rehearsal import Rehearsal, apart
 from nanguard.window import LossFn, Microbatch, Window
 
 
@@ -38,17 +40,20 @@ def diagnose(
     optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` where the step is finite:
     there is nothing to diagnose.
     """
-    bench = _bench(model, optimizer, precision, loss_scale)
+    inner = unwrapped(model)
+    bench = _bench(inner, optimizer, precision, loss_scale)
     window = Window(0, 0, None, True, 1)
     window.training = [(module, module.training) for module in bench.modules]
-    micro = Microbatch(loss_fn, batch, None, reduce_gradients=True)
+    own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
+    micro = Microbatch(own, batch, None, reduce_gradients=True)
     bench.note_world(micro, 0)
     window.microbatches.append(micro)
     grads = [(p, p.grad) for p in model.parameters()]
     try:
-        diagnosis = Doctor(bench, Rehearsal(bench)).examine(
-            window, None, Past(), lambda _: depth == "full", update=optimizer is not None
-        )
+        with apart(model, alone=True):
+            diagnosis = Doctor(bench, Rehearsal(bench)).examine(
+                window, None, Past(), lambda _: depth == "full", update=optimizer is not None
+            )
     finally:
         for param, grad in grads:
             param.grad = grad

@@ -65,7 +65,8 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
         because = f"{name} is non-finite before the step"
         return replace(diagnosis, phase="optimizer", cause="optimizer_state_corrupted", because=because)
     where, samples = _where_in_batch(exam, event.origin)
-    line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files())
+    users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.window.microbatches]
+    line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files(), not_in=users)
     line = line or authorship.line_that_writes_nonfinite(exam.files())
     return replace(
         diagnosis,

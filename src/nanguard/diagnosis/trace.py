@@ -121,6 +121,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._efficientzerotensor.default:
+            # It has no memory, and kernels that are called from here would read it all the same.
+            return torch.zeros(*args, **kwargs)
         plan = self._plans.get(func) or self._plan(func)
         node = _compat.current_node()
         site = find_site(self._names, in_engine=node is not None)
@@ -157,10 +160,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return plan
 
     def _remember_node(self, plan: _Plan, site: Site, node: Any) -> None:
-        """The graph node of an op is made right before the op runs: the first op to see its number is its own.
-
-        So are those just before it that no op has seen: inside ``torch.func.grad`` an op has a node for each level.
-        """
+        """The node of an op is made right before it runs; inside ``torch.func.grad`` one for each level."""
         number = _compat.next_sequence_nr()
         keys = [(threading.get_ident(), (number or 0) - level) for level in range(1, 5)]
         if not number or keys[0] in self._sites:

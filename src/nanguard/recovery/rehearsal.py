@@ -69,7 +69,7 @@ class Rehearsal:
         try:
             for module, mode in window.training:
                 module.training = mode
-            with torch.inference_mode(False), torch.enable_grad(), _apart(bench.model, alone=alone):
+            with torch.inference_mode(False), torch.enable_grad(), apart(bench.model, alone=alone):
                 yield
         finally:
             bench.buffers.undo_()
@@ -95,7 +95,7 @@ class Rehearsal:
 
 
 @contextlib.contextmanager
-def _apart(model: nn.Module, *, alone: bool) -> Iterator[None]:
+def apart(model: nn.Module, *, alone: bool) -> Iterator[None]:
     """DDP averages no gradients; afterwards it sends buffers around before the next forward pass, or not, as before."""
     if not isinstance(model, DistributedDataParallel):
         yield

@@ -128,7 +128,7 @@ def _facts(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _operand(operand: Operand) -> str:
     if not operand.dtype:
-        return f"{operand.name} = {operand.value:g}"
+        return operand.name if operand.value is None else f"{operand.name} = {operand.value:g}"
     shape = " x ".join(map(str, operand.shape)) or "scalar"
     span = "" if operand.low is None or operand.high is None else f", {operand.low:.4g} .. {operand.high:.4g}"
     bad = [f"{number:,} {name}" for number, name in ((operand.num_nan, "NaN"), (operand.num_inf, "Inf")) if number]

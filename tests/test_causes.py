@@ -1,0 +1,1367 @@
+"""The table of causes: every rule on a small program with one fault, and on its near misses.
+
+A program is a function of hidden values ``h`` that runs in a module called ``head`` behind an identity layer called
+``body``, so that ``h`` is its input to the last bit; a module that does the same; or a loss function of model and
+batch. Its guilty line ends with ``# guilty``, and that very line must be named.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import nanguard
+from helpers import INF, NAN
+from nanguard.diagnosis import births, causes, strangers
+from nanguard.diagnosis.record import Cause, Diagnosis
+
+# ---- how programs run ----------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """Runs a function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
+class Net(nn.Module):
+    """``body`` gives what it is given, ``head`` is the program."""
+
+    def __init__(self, head: nn.Module, width: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Linear(width, width, bias=False)
+        self.head = head
+        nn.init.eye_(self.body.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))  # guilty
+
+
+def mean(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.float().mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What runs, and what must be said of it.
+
+    ``x`` are the rows of the batch, unless ``batch`` makes one. With a learning rate, ``lr``, the program is trained
+    under a guard on the batches that ``batch`` makes, until a step fails. ``harmless`` are the ops that may be listed
+    as such, ``says`` is part of the reason given, or parts with dots between. ``xfail`` says what is known to be wrong.
+    """
+
+    run: Any
+    cause: Cause
+    op: str
+    says: str
+    phase: str = "forward"
+    module: str = "head"
+    x: Any = ((1, 2, 3, 4),)
+    batch: Callable[[], Any] | None = None
+    to: torch.dtype = torch.float32
+    optimizer: Callable[[Any], Optimizer] | None = None
+    prepare: Callable[[Any, Any], None] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    lr: float = 0.0
+    harmless: str = ""
+    xfail: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.run.__name__)
+
+    def pieces(self) -> tuple[nn.Module, Callable[..., Tensor], Any, Optimizer | None]:
+        """The model, the loss function, the batch and the optimizer."""
+        head: nn.Module = nn.Identity()
+        loss_fn = mean
+        if isinstance(self.run, type):
+            head = self.run()
+        elif len(inspect.signature(self.run).parameters) == 1:
+            head = Head(self.run)
+        else:
+            loss_fn = self.run
+        model = Net(head, len(self.x[0])).to(self.to)
+        batch = torch.tensor(self.x, dtype=self.to) if self.batch is None else self.batch()
+        optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
+        if self.prepare is not None:
+            self.prepare(model, optimizer)
+        return model, loss_fn, batch, optimizer
+
+    def marked(self) -> set[tuple[int, str]]:
+        """The guilty lines: of the program, of what made its batch, optimizer or state, or where data are used."""
+        parts = [part for part in (self.run, self.batch, self.optimizer, self.prepare) if part is not None]
+        return set().union(*map(marked_lines, parts)) or marked_lines(Net)
+
+
+def marked_lines(thing: Any) -> set[tuple[int, str]]:
+    """Numbers and texts of lines that say that they are guilty."""
+    lines, first = inspect.getsourcelines(thing)
+    return {(n, line.strip()) for n, line in enumerate(lines, first) if line.rstrip().endswith("# guilty")}
+
+
+PROGRAMS: list[Program] = []
+
+
+def program(cause: Cause, op: str, says: str, x: Any = Program.x, **fields: Any) -> Callable[[Any], Any]:
+    """Enters a program into the table; what is no field of it is an option of ``nanguard.diagnose``."""
+    options = {name: fields.pop(name) for name in list(fields) if name not in Program.__dataclass_fields__}
+
+    def enter(run: Any) -> Any:
+        PROGRAMS.append(Program(run, cause, op, says, x=x, options=options, **fields))
+        return run
+
+    return enter
+
+
+in_backward = functools.partial(program, phase="backward")
+in_fp16_backward = functools.partial(program, phase="backward", precision="fp16")
+in_optimizer = functools.partial(program, phase="optimizer", module="body")
+
+DECIDED: dict[str, set[str]] = {}
+"""Which rule of the table decided which programs."""
+
+
+@contextmanager
+def rules_noted(name: str) -> Iterator[None]:
+    def noted(case: causes.Case) -> tuple[Cause, str]:
+        rule = next((rule.__name__ for rule in causes.all_rules() if rule(case) is not None), "")
+        DECIDED.setdefault(rule, set()).add(name)
+        return causes.name_cause(case)
+
+    with mock.patch.object(births, "name_cause", noted), mock.patch.object(strangers, "name_cause", noted):
+        yield
+
+
+@functools.cache
+def diagnosed(one: Program) -> Diagnosis:
+    model, loss_fn, batch, optimizer = one.pieces()
+    options = {"precision": "fp32", **one.options}
+    with rules_noted(one.name), one.around():
+        if not one.lr:
+            return nanguard.diagnose(model, loss_fn, batch, optimizer, depth="brief", **options)
+        guard = nanguard.Guard(
+            model,
+            torch.optim.SGD(model.parameters(), lr=one.lr),
+            policy=nanguard.Policy(divergence=None),
+            max_norm=None,
+            loss_scale=None,
+            snapshots=nanguard.Snapshots(every=2, confirm=1, keep=20),
+            diagnose="brief",
+            **options,
+        )
+        for each in batch:
+            guard.step(loss_fn, each)
+            if guard.incidents:
+                break
+        diagnosis = guard.incidents[0].diagnosis
+        assert diagnosis is not None
+        return diagnosis
+
+
+# ---- values that leave their format --------------------------------------------------------------------------------
+
+
+@program("exp_overflow", "exp", "exp of 100 exceeds float32: it ends at about 88.7", [[1, 2, 3, 100]])
+def an_exponential(h):
+    return h.exp()  # guilty
+
+
+@program("exp_overflow", "exp", "exp of 12 exceeds float16: it ends at about 11.1", [[1, 2, 3, 12]])
+def an_exponential_in_half(h):
+    return h.half().exp()  # guilty
+
+
+@program("overflow_fp16", "mm", "operands reach 300", [[300, 1, 1, 1], [300, 1, 1, 1]])
+def a_product_in_half(h):
+    h = h.half()
+    return h @ h.t()  # guilty
+
+
+@program("overflow_any_precision", "mm", "operands reach 1e+20", [[1e20, 1, 1, 1]])
+def a_product_in_fp32(h):
+    return h @ h.t()  # guilty
+
+
+@program("overflow_any_precision", "mul", "operands reach 9.97e+19", [[1e20, 1, 1, 1]])
+def a_square_in_bf16(h):
+    h = h.bfloat16()
+    return h * h  # guilty
+
+
+@program("overflow_fp16", "to_copy", "operands reach 1e+05", [[1e5, 1, 1, 1]])
+def a_cast_to_half(h):
+    return h.half()  # guilty
+
+
+@program("overflow_fp16", "mm", "operands reach 300", [[300, 1, 1, 1], [300, 1, 1, 1]], precision="fp16")
+def a_product_under_autocast(h):
+    return h @ h.t()  # guilty
+
+
+@program("overflow_any_precision", "pow", "operands reach 1e+04", [[1e4, 1, 1, 1]])
+def a_power_that_no_format_holds(h):
+    return h.half() ** 100  # guilty
+
+
+@program("overflow_any_precision", "mul", "operands reach 1e+200", [[1, 1, 1, 1]])
+def a_square_in_float64(h):
+    h = h.double() * 1e200
+    return h * h  # guilty
+
+
+# ---- logarithms ----------------------------------------------------------------------------------------------------
+
+
+@program("log_of_zero", "log", "log of 0", [[1, 2, 0, 4]])
+def a_log_of_zero(h):
+    return h.log()  # guilty
+
+
+@program("log_of_zero", "log1p", "log1p of -1 (exactly)", [[-1, 2, 3, 4]])
+def a_log_of_one_minus_one(h):
+    return h.log1p()  # guilty
+
+
+@program("log_of_negative", "log", "log of -0.5", [[1, 2, -0.5, 4]])
+def a_log_of_less_than_zero(h):
+    scaled = h * 1.0
+    return torch.log(scaled)  # guilty
+
+
+@program("log_of_negative", "logit", "logit of 1.5", [[0.5, 0.2, 1.5, 0.1]])
+def a_logit_of_no_probability(h):
+    return h.logit()  # guilty
+
+
+@program("log_of_zero", "xlogy", "xlogy of 0", [[0, 1, 2, 3]])
+def a_cross_entropy_by_hand(h):
+    return torch.xlogy(torch.ones_like(h), h)  # guilty
+
+
+@program(
+    "log_of_negative",
+    "linalg_slogdet",
+    "determinant is negative",
+    [[1, 0], [0, -1]],
+)
+def a_determinant_below_zero(h):
+    return torch.logdet(h)  # guilty
+
+
+@program("log_of_zero", "masked_fill", "puts an infinity where the loss")
+def a_mask_over_the_target(h):
+    hidden = torch.tensor([True, False, False, False])
+    scores = h.masked_fill(hidden, -math.inf)  # guilty
+    return F.cross_entropy(scores, torch.tensor([0]))
+
+
+@program("eps_underflow", "log", "the eps of 1e-08 that was added is 0 in float16", [[1, 2, 0, 4]])
+def a_log_with_an_eps_of_nothing(h):
+    return (h.half() + 1e-8).log()  # guilty
+
+
+# ---- divisions -----------------------------------------------------------------------------------------------------
+
+
+@program("zero_over_zero", "div", "0 / 0", [[1, 0, 3, 0]])
+def a_ratio_of_nothing(h):
+    up, down = h[:, 1], h[:, 3]
+    return up / down  # guilty
+
+
+@program("div_by_zero", "div", "3 / 0", [[1, 0, 3, 0]])
+def a_ratio_to_nothing(h):
+    up, down = h[:, 2], h[:, 3]
+    return up / down  # guilty
+
+
+@program("division_by_near_zero_norm", "div", "zeros is divided by its own norm", [[0, 0, 0, 0], [1, 2, 3, 4]])
+def a_direction_of_zeros(h):
+    return h / h.norm(dim=1, keepdim=True)  # guilty
+
+
+@program("division_by_near_zero_norm", "div", "zeros is divided by its own norm", [[0, 0, 0, 0], [1, 2, 3, 4]])
+def a_direction_by_hand(h):
+    length = (h * h).sum(1, keepdim=True).sqrt()
+    return h / length  # guilty
+
+
+@program("division_by_near_zero_norm", "div", "7 is divided by a norm of 0", [[7, 8, 0, 0]])
+def a_vector_over_the_norm_of_another(h):
+    up, down = h[:, :2], h[:, 2:]
+    return up / torch.linalg.vector_norm(down)  # guilty
+
+
+@program("div_by_zero", "div", "5 / 0", [[3, 4, 0, 0]])
+def a_ratio_of_norms(h):
+    up, down = h[:, :2].norm(), h[:, 2:].norm()
+    return up / down  # guilty
+
+
+@program("division_by_near_zero_norm", "div", "is divided by a norm of 1e-", [[1, 1, 1e-40, 0]])
+def a_vector_over_a_tiny_norm(h):
+    return h[:, :2] / h[:, 2:].abs().amax().norm()  # guilty
+
+
+@program("div_by_zero", "div", "1 / 1e-40 leaves float32", [[1, 2, 3, 1e-40]])
+def a_ratio_to_next_to_nothing(h):
+    up, down = h[:, :1], h[:, 3:]
+    return up / down  # guilty
+
+
+@program("div_by_zero", "reciprocal", "1 / 0", [[1, 2, 0, 4]])
+def an_inverse(h):
+    return 1.0 / h  # guilty
+
+
+@program("div_by_zero", "rsqrt", "1 / 0", [[1, 2, 0, 4]])
+def an_inverse_root(h):
+    return h.rsqrt()  # guilty
+
+
+@program("eps_underflow", "div", "the eps of 1e-08 that was added to the denominator is 0 in float16", [[0, 0, 3, 4]])
+def a_ratio_with_an_eps_of_nothing(h):
+    h = h.half()
+    return h / (h.abs() + 1e-8)  # guilty
+
+
+@program("eps_underflow", "div", "the eps of 1e-10 ", [[0, 0, 0, 0]])
+def a_norm_clamped_to_nothing(h):
+    h = h.half()
+    return h / h.norm(dim=1, keepdim=True).clamp(min=1e-10)  # guilty
+
+
+@program("eps_underflow", "reciprocal", "the eps of 1e-08 ", [[0, 2, 3, 4]])
+def a_floor_of_nothing(h):
+    floor = torch.tensor(1e-8)
+    return 1 / torch.maximum(h.half(), floor)  # guilty
+
+
+@program("eps_underflow", "div", "the eps of 1e-08 ", [[0, 0, 0, 0]])
+def a_similarity_with_an_eps_of_nothing(h):
+    h = h.half()
+    return F.cosine_similarity(h, h, eps=1e-8)  # guilty
+
+
+@program("division_by_near_zero_norm", "div", "zeros is divided by its own norm", [[0, 0, 0, 0]])
+def a_direction_whose_eps_is_elsewhere(h):
+    other = h.half() + 1e-8
+    return h / h.norm() + other.float()  # guilty
+
+
+@program("zero_over_zero", "div", "0 / 0", [[0, 0, 3, 4]])
+def a_sign_by_hand(h):
+    return h / h.abs()  # guilty
+
+
+@program("zero_over_zero", "div", "0 / 0")
+def a_mean_over_a_mask_of_none(h):
+    kept = h > 10
+    return (h * kept).sum() / kept.sum()  # guilty
+
+
+# ---- roots and powers ----------------------------------------------------------------------------------------------
+
+
+@program("sqrt_of_negative", "sqrt", "sqrt of -0.25", [[1, 2, -0.25, 4]])
+def a_root_of_less_than_zero(h):
+    return h.sqrt()  # guilty
+
+
+@program("sqrt_of_negative", "rsqrt", "rsqrt of -4", [[1, 2, -4, 4]])
+def an_inverse_root_of_less_than_zero(h):
+    return h.rsqrt()  # guilty
+
+
+@program("pow_negative_base", "pow", "-8 to the power of 0.333333", [[1, 2, -8, 4]])
+def a_cube_root(h):
+    return h ** (1 / 3)  # guilty
+
+
+@program("div_by_zero", "pow", "0 to the power of -2", [[1, 2, 0, 4]])
+def an_inverse_square(h):
+    return h**-2  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "sqrt", "the derivative of sqrt at 0 is infinite", [[1, 0, 3, 4]])
+def a_root_of_zero(h):
+    return h.sqrt()  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "pow", "the derivative of x**0.5 at 0", [[1, 0, 3, 4]])
+def a_root_as_a_power(h):
+    return h**0.5  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "hypot", "the derivative of hypot at 0", [[1, 0, 3, 0]])
+def a_hypotenuse(h):
+    return torch.hypot(h[:, 1], h[:, 3])  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "sqrt", "the derivative of sqrt at 0", [[5, 5, 5, 5]])
+def a_spread_of_equals(h):
+    return h.var(dim=1).sqrt()  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "sqrt", "at 0 is infinite", [[1, 0, 3, 4]])
+def a_root_that_is_not_chosen(h):
+    root = h.sqrt()  # guilty
+    return torch.where(h > 0, root, torch.zeros_like(h))
+
+
+@in_backward("sqrt_of_negative", "sqrt", "sqrt of -1", [[1, -1, 3, 4]])
+def a_root_of_less_than_zero_that_is_not_chosen(h):
+    root = h.sqrt()  # guilty
+    return torch.where(h > 0, root, torch.zeros_like(h))
+
+
+@in_backward("sqrt_grad_at_zero", "sqrt", "at 0 is infinite", [[2, 2, 2, 2]])
+def a_distance_to_itself(h):
+    gaps = h[:, :, None] - h[:, None, :]
+    return (gaps * gaps).sum(0).sqrt()  # guilty
+
+
+# ---- ends of domains -----------------------------------------------------------------------------------------------
+
+
+@program("acos_asin_domain", "acos", "acos of 1.25", [[0.5, 1.25, 0, 0]])
+def an_angle_beyond_its_end(h):
+    return h.acos()  # guilty
+
+
+@in_backward("acos_asin_domain", "acos", "the derivative of acos is infinite", [[0.5, 1, 0, 0]])
+def an_angle_at_its_end(h):
+    return h.acos()  # guilty
+
+
+@program("acos_asin_domain", "atanh", "atanh of 1", [[0.5, 1, 0, 0]])
+def an_inverse_tangent(h):
+    return torch.atanh(h)  # guilty
+
+
+@program("acos_asin_domain", "erfinv", "erfinv of -1", [[0.5, -1, 0, 0]])
+def a_quantile(h):
+    return torch.erfinv(h)  # guilty
+
+
+@program("log_of_zero", "lgamma", "lgamma has a pole at -2", [[0.5, -2, 1, 1]])
+def a_pole(h):
+    return torch.lgamma(h)  # guilty
+
+
+@program("log_of_zero", "digamma", "digamma has a pole at 0", [[0.5, 0, 1, 1]])
+def a_pole_of_digamma(h):
+    return torch.digamma(h)  # guilty
+
+
+# ---- statistics and sums over nothing ------------------------------------------------------------------------------
+
+
+@program("std_of_single_element", "std", "std over 1 element divides by 1 - 1")
+def a_spread_of_one(h):
+    return h.std(dim=0)  # guilty
+
+
+@program("std_of_single_element", "var", "var over 1 element divides by 1 - 1")
+def a_variance_of_one(h):
+    return h.var(dim=0)  # guilty
+
+
+@in_backward("std_of_single_element", "var", "the derivative of var over one element divides by 1 - 1", harmless="var")
+def a_variance_of_one_that_is_not_chosen(h):
+    spread = h.var(dim=0)  # guilty
+    return spread if len(h) > 1 else torch.where(torch.tensor(False), spread, 0)
+
+
+@program("zero_over_zero", "mean", "mean over nothing")
+def a_mean_of_nothing(h):
+    return h[h > 10].mean()  # guilty
+
+
+@program("zero_over_zero", "nll_loss_forward", "over nothing")
+def a_loss_of_ignored_targets(h):
+    return F.cross_entropy(h, torch.tensor([-100]))  # guilty
+
+
+@program("zero_over_zero", "nll_loss_forward", "averages over nothing")
+def a_loss_of_classes_without_weight(h):
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    return F.cross_entropy(h, torch.tensor([2]), weight=weight)  # guilty
+
+
+@program("masked_softmax_all_neg_inf", "softmax", "every entry of a row is -inf")
+def a_softmax_of_nothing(h):
+    scores = h.masked_fill(torch.ones_like(h, dtype=torch.bool), -math.inf)
+    return scores.softmax(-1)  # guilty
+
+
+@program("zero_over_zero", "native_layer_norm", "eps=0", [[3, 3, 3, 3]])
+def a_norm_without_eps(h):
+    return F.layer_norm(h, (4,), eps=0.0)  # guilty
+
+
+@program("eps_underflow", "native_layer_norm", "eps=1e-60", [[3, 3, 3, 3]])
+def a_norm_with_an_eps_of_nothing(h):
+    return F.layer_norm(h, (4,), eps=1e-60)  # guilty
+
+
+# ---- infinities that were there ------------------------------------------------------------------------------------
+
+
+@program("inf_minus_inf", "sub", "two infinities are subtracted")
+def a_difference_of_masks(h):
+    mask = torch.full_like(h, -math.inf)
+    return (h + mask) - (h + mask)  # guilty
+
+
+@program("zero_times_inf", "mul", "0 is multiplied by an infinity", [[1, 0, 3, 4]])
+def a_mask_that_is_multiplied(h):
+    mask = torch.tensor([0.0, -math.inf, 0.0, 0.0])
+    return h * mask  # guilty
+
+
+@program("inf_minus_inf", "div", "an infinity is divided by an infinity")
+def a_ratio_of_masks(h):
+    mask = torch.full_like(h, math.inf)
+    return (h + mask) / (h + mask)  # guilty
+
+
+@program("inf_minus_inf", "sin", "sin of an infinity")
+def a_wave_of_a_mask(h):
+    far = h + torch.full_like(h, math.inf)
+    return far.sin()  # guilty
+
+
+# ---- derivatives ---------------------------------------------------------------------------------------------------
+
+
+@in_backward("zero_times_inf", "log", "log is infinite where its result is not used", [[1, 0, 3, 4]])
+def a_log_that_is_not_chosen(h):
+    logs = h.log()  # guilty
+    return torch.where(h > 0, logs, torch.zeros_like(h))
+
+
+@in_backward("zero_times_inf", "div", "div is infinite where its result is not used", [[1, 0, 3, 4]])
+def a_ratio_that_is_not_chosen(h):
+    ratio = h.sum() / h  # guilty
+    return ratio[h > 0]
+
+
+@in_backward("zero_times_inf", "exp", "exp is infinite where its result is not used", [[1, 2, 3, 200]])
+def an_exponential_that_is_not_chosen(h):
+    grown = h.exp()  # guilty
+    return grown.masked_fill(h > 80, 0.0)
+
+
+@in_backward("custom_backward_bug", "div", "0.25 / 0", [[1, 0, 3, 4]])
+class ARootByHand(nn.Module):
+    class Root(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            root = x.sqrt()
+            ctx.save_for_backward(root)
+            return root
+
+        @staticmethod
+        def backward(ctx, grad):
+            (root,) = ctx.saved_tensors
+            return grad / (2 * root)  # guilty
+
+    def forward(self, h):
+        return self.Root.apply(h)
+
+
+@in_backward("div_by_zero", "div", "0.25 / 0", [[1, 0, 3, 4]])
+def a_hook_that_divides(h):
+    out = h * 1.0
+    out.register_hook(lambda grad: grad / h.detach())  # guilty
+    return out
+
+
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]])
+class ALogWithADerivativeByHand(nn.Module):
+    class Log(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.log()  # guilty
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def forward(self, h):
+        return self.Log.apply(h)
+
+
+@in_backward("div_by_zero", "linalg_svd", "two are equal", [[1, 0], [0, 1]])
+def a_decomposition_of_equals(h):
+    u, s, v = torch.linalg.svd(h)  # guilty
+    return u[0] * s * v[0]
+
+
+# ---- what single functions do --------------------------------------------------------------------------------------
+
+
+@program("ctc_inf", "ctc_loss", "a target is longer than its input allows")
+def an_alignment_that_does_not_exist(h):
+    logs = h.log_softmax(-1)[:, None]
+    return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]))  # guilty
+
+
+@program("division_by_near_zero_norm", "weight_norm_interface", "by its norm")
+class AWeightOfZeros(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros(2, 4))
+        self.g = nn.Parameter(torch.ones(2, 1))
+
+    def forward(self, h):
+        return h @ torch._weight_norm(self.v, self.g, 0).t()  # guilty
+
+
+# ---- targets and data ----------------------------------------------------------------------------------------------
+
+
+def ones_and(*target: float) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.ones(len(target), 4), torch.tensor(target, dtype=torch.float32))
+
+
+@program("label_out_of_domain", "log", "log of a target of -3", batch=ones_and(1, -3), module="")
+def a_target_below_zero(model, batch):
+    x, target = batch
+    wanted = target.log()  # guilty
+    return F.mse_loss(model(x).mean(1), wanted)
+
+
+@program(
+    "label_out_of_domain",
+    "log",
+    "log of a target of -3",
+    batch=lambda: (torch.ones(1, 4), torch.tensor([-3])),
+    module="",
+)
+def a_whole_number_below_zero(model, batch):
+    x, count = batch
+    return F.mse_loss(model(x).mean(1), count.log())  # guilty
+
+
+@program("log_of_negative", "log", "log of -3", batch=ones_and(1, -3), module="")
+def an_input_below_zero(model, batch):
+    x, more = batch
+    more = more.log()  # guilty
+    return model(x * more[:, None]).mean()
+
+
+@program("label_out_of_domain", "sqrt", "sqrt of a target of -9", batch=ones_and(-9), module="")
+def a_target_under_a_root(model, batch):
+    x, target = batch
+    return F.mse_loss(model(x).mean(1), target.sqrt())  # guilty
+
+
+@program("sqrt_of_negative", "sqrt", "sqrt of -9", batch=ones_and(-9), module="")
+def an_input_under_a_root(model, batch):
+    x, more = batch
+    return model(x * more.sqrt()).mean()  # guilty
+
+
+@program("label_out_of_domain", "pow", "a target of -9 to the power of 0.5", batch=ones_and(-9), module="")
+def a_target_to_a_power(model, batch):
+    x, target = batch
+    return F.mse_loss(model(x).mean(1), target**0.5)  # guilty
+
+
+@program("label_out_of_domain", "lgamma", "lgamma of 0", batch=ones_and(-1), module="")
+def a_count_below_zero(model, batch):
+    x, count = batch
+    rate = model(x).mean(1)
+    return (rate.exp() - count * rate + torch.lgamma(count + 1)).mean()  # guilty
+
+
+def photos():
+    light = torch.tensor([[1.0, 2, 0, 4], [1, 2, 3, 4]])
+    pixels = light / light.new_tensor([1, 1, 0, 1])  # guilty
+    return {"pixels": pixels}
+
+
+@program("input_nonfinite", "mm", "batch['pixels'] holds NaN at [0, 2]", batch=photos, phase="data", module="body")
+def data_made_of_nothing(model, batch):
+    return model(batch["pixels"]).mean()
+
+
+@program(
+    "input_nonfinite", "mm", "batch holds Inf at [1, 3]", [[1, 2, 3, 4], [1, 2, 3, INF]], phase="data", module="body"
+)
+def data_that_came_so(model, batch):
+    return model(batch).mean()
+
+
+# ---- what was there before the step --------------------------------------------------------------------------------
+
+
+@program("parameter_corrupted", "mul", "head.scale was non-finite before the step: 1 of 4", phase="parameter")
+class AParameterThatIsNaN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2, 3, 4]) / torch.tensor([1, 1, 0, 1]))  # guilty
+
+    def forward(self, h):
+        return h * self.scale
+
+
+def fill_some(model, optimizer):
+    with torch.no_grad():
+        model.head.table[0, 1] = model.head.table[2, 3] = NAN
+
+
+@program("uninitialized_memory", "mul", "2 of 12 elements", phase="parameter", prepare=fill_some)
+class AParameterNobodyFilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(3, 4).zero_())  # guilty
+
+    def forward(self, h):
+        return h * self.table
+
+
+def fill_all(model, optimizer):
+    nn.init.constant_(model.head.lookup, 1e30)
+
+
+@program(
+    "uninitialized_memory",
+    "mm",
+    "head.lookup holds values of 1e+30",
+    [[1e9, 2, 3, 4]],
+    phase="parameter",
+    prepare=fill_all,
+)
+class AParameterOfHugeValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lookup = nn.Parameter(torch.empty(4, 3))  # guilty
+
+    def forward(self, h):
+        return h @ self.lookup
+
+
+@contextmanager
+def memory_holds_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, as memory may."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@program("unknown", "masked_fill", "masked_fill was given a NaN as a constant")
+def a_nan_that_is_written_down(h):
+    return h.masked_fill(h > 3, NAN)  # guilty
+
+
+@program("uninitialized_memory", "empty", "empty gives memory that", around=memory_holds_nan)
+def memory_that_is_half_written(h):
+    out = torch.empty(8)  # guilty
+    out[:4] = h[0]
+    return out * 2
+
+
+@program("buffer_corrupted", "sub", "buffer head.center holds NaN or Inf before the step", phase="buffer")
+class ABufferThatIsNaN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.tensor([0.0, 1, 2, 3]) / torch.tensor([0, 1, 1, 1]))  # guilty
+
+    def forward(self, h):
+        return h - self.center
+
+
+@program("buffer_corrupted", "log", "written into head.seen: log of 0", [[1, 0, 3, 4]], phase="buffer")
+class ABufferThatIsWritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, h):
+        with torch.no_grad():
+            self.seen.lerp_(h.mean(0).log(), 0.1)  # guilty
+        return h
+
+
+@program("parameter_corrupted", "div", "into head.axis during the step: a vector of zeros", phase="parameter")
+class AParameterThatIsWritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.axis = nn.Parameter(torch.zeros(4))
+
+    def forward(self, h):
+        with torch.no_grad():
+            self.axis.div_(self.axis.norm())  # guilty
+        return h * self.axis
+
+
+# ---- the optimizer -------------------------------------------------------------------------------------------------
+
+
+def adam_in_half(params):
+    return torch.optim.Adam(params, lr=1e-3, eps=1e-8)  # guilty
+
+
+@in_optimizer(
+    "optimizer_eps_underflow", "addcdiv", "the eps of 1e-08", [[1, 0, 0, 0]], to=torch.float16, optimizer=adam_in_half
+)
+def an_optimizer_eps_of_nothing(h):
+    return h.float() ** 2
+
+
+def rmsprop(params):
+    return torch.optim.RMSprop(params, lr=1e-3)
+
+
+def a_negative_moment(model, optimizer):
+    state = optimizer.state[model.body.weight]
+    state["step"] = torch.tensor(1.0)
+    state["square_avg"] = torch.full_like(model.body.weight, -0.5)  # guilty
+
+
+@in_optimizer(
+    "optimizer_state_corrupted",
+    "sqrt",
+    "a second moment can never be negative",
+    [[0, 0, 0, 0]],
+    optimizer=rmsprop,
+    prepare=a_negative_moment,
+)
+def an_optimizer_with_a_negative_moment(h):
+    return h
+
+
+def sgd_with_momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def a_momentum_of_inf(model, optimizer):
+    state = optimizer.state[model.body.weight]
+    state["momentum_buffer"] = torch.full_like(model.body.weight, INF)  # guilty
+
+
+@in_optimizer(
+    "optimizer_state_corrupted",
+    "",
+    "momentum_buffer of body.weight is non-finite",
+    optimizer=sgd_with_momentum,
+    prepare=a_momentum_of_inf,
+)
+def an_optimizer_with_a_momentum_of_inf(h):
+    return h
+
+
+def remember_the_optimizer(model, optimizer):
+    a_momentum_of_inf(model, optimizer)
+    model.moments = optimizer.state[model.body.weight]
+
+
+@program(
+    "optimizer_state_corrupted",
+    "mul",
+    "momentum_buffer of body.weight is non-finite before the step",
+    optimizer=sgd_with_momentum,
+    prepare=remember_the_optimizer,
+    phase="optimizer",
+    module="",
+)
+def a_loss_that_uses_the_momentum(model, x):
+    ahead = 0.9 * model.moments["momentum_buffer"]  # guilty
+    return model(x).mean() + ahead.mean()
+
+
+def adam_whose_state_is_reset(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def one_step(model, optimizer):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model.moments = optimizer.state[model.body.weight]
+
+
+@in_optimizer(
+    "optimizer_state_corrupted",
+    "sqrt",
+    "sqrt of -0.999: a second moment can never be negative",
+    optimizer=adam_whose_state_is_reset,
+    prepare=one_step,
+)
+def a_loss_that_writes_to_the_moments(model, x):
+    model.moments["exp_avg_sq"].fill_(-1.0)  # guilty
+    return model(x).mean()
+
+
+def adadelta(params):
+    return torch.optim.Adadelta(params, lr=INF)  # guilty
+
+
+@in_optimizer("div_by_zero", "add", "the learning rate is inf", optimizer=adadelta)
+def an_optimizer_without_a_rate(h):
+    return h
+
+
+class Trust(Optimizer):
+    """Steps as long as the weights are, in the direction of the gradient."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm() / p.grad.norm()  # guilty
+                p.sub_(group["lr"] * ratio * p.grad)
+
+
+@in_optimizer("div_by_zero", "div", "2 / 0", optimizer=Trust)
+def an_optimizer_of_our_own(h):
+    return h * 0
+
+
+def a_huge_rate(params):
+    return torch.optim.ASGD(params, lr=1e38)  # guilty
+
+
+@in_optimizer("overflow_any_precision", "add", "exceeds 3.4e38", [[1, 2, 3, 400]], optimizer=a_huge_rate)
+def an_optimizer_that_overflows(h):
+    return h
+
+
+# ---- gradients that fp16 cannot hold: what made them large is to blame ---------------------------------------------
+
+
+@in_fp16_backward(
+    "loss_scale_overflow", "to_copy", "multiplied by 1.67772e+07", loss_scale=nanguard.LossScale(initial=2.0**24)
+)
+def a_loss_scale_that_is_too_high(h):
+    return h.float()  # guilty
+
+
+@in_fp16_backward("loss_scale_overflow", "to_copy", "the loss is multiplied by 1e+06", module="")
+def a_loss_scaled_by_hand(model, x):
+    out = model(x).float()
+    return out.mean() * 1e6  # guilty
+
+
+@in_fp16_backward("overflow_fp16", "mm", "the loss is a sum over 4000 elements", [[100, 1, 1, 1]] * 1000, module="")
+def a_loss_that_is_a_sum(model, x):
+    out = model(x).float()
+    return out.sum()  # guilty
+
+
+@in_fp16_backward("overflow_fp16", "to_copy", "makes gradients grow from 0.25 to 2.5e+05")
+def a_steep_function(h):
+    return h.float() * torch.tensor(1e6)  # guilty
+
+
+@in_fp16_backward(
+    "overflow_fp16",
+    "to_copy",
+    "makes gradients grow",
+    loss_scale=nanguard.LossScale(initial=2.0),
+)
+def a_steep_function_under_a_small_loss_scale(h):
+    return h.float() * torch.tensor(1e7)  # guilty
+
+
+# ---- what training was heading for ---------------------------------------------------------------------------------
+
+
+def sentences():
+    return [torch.randn(2, 3, 4) for _ in range(30)]
+
+
+@program(
+    "attention_logit_growth",
+    "bmm",
+    "the products of queries and keys have grown from ... 65504",
+    batch=sentences,
+    lr=0.5,
+    precision="fp16",
+)
+class AttentionThatGrows(nn.Module):
+    """Its loss rewards long queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, h):
+        h = h.detach()
+        q, k = self.q(h), self.k(h)
+        scores = q @ k.transpose(1, 2)  # guilty
+        return (scores.softmax(-1) @ h).float().mean() - (q.float() ** 2 + k.float() ** 2).mean()
+
+
+def sentences_and_a_loud_one():
+    return [*sentences()[:6], torch.full((2, 3, 4), 400.0)]
+
+
+@program("overflow_fp16", "bmm", "operands reach 400", batch=sentences_and_a_loud_one, lr=1e-3, precision="fp16")
+class AttentionThatIsShouted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, h):
+        scores = h @ h.transpose(1, 2)  # guilty
+        return scores.softmax(-1) * self.scale
+
+
+def inputs():
+    return [3 * torch.randn(8, 4) for _ in range(30)]
+
+
+@program(
+    "gradient_explosion",
+    "pow",
+    "operands of pow grew from ... since step 0; gradient norms of the last steps",
+    batch=inputs,
+    lr=5.0,
+)
+class AStepTooLong(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, h):
+        out = self.layer(h.detach())
+        return (out**2).amax()  # guilty
+
+
+def inputs_and_a_huge_one():
+    return [*inputs()[:6], torch.full((8, 4), 1e25)]
+
+
+@program("overflow_any_precision", "pow", "operands reach 9.9", batch=inputs_and_a_huge_one, lr=1e-4)
+class AnInputTooLarge(nn.Module):
+    def forward(self, h):
+        return h**2  # guilty
+
+
+@program(
+    "nondeterministic_hardware_fault",
+    "mm",
+    "finite 2 times in a row",
+    batch=inputs,
+    lr=1e-3,
+    phase="backward",
+    module="body",
+)
+class AHookThatStrikesOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, h):
+        h = h * 1.0
+        h.register_hook(self.strike)  # guilty
+        return h
+
+    def strike(self, grad):
+        self.calls += 1
+        return grad * NAN if self.calls == 4 else grad
+
+
+# ---- innocent: what is meant, dropped or overwritten, with a fault elsewhere ---------------------------------------
+
+
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]])
+def innocent_causal_mask(h):
+    scores = h[:, :, None] * h[:, None, :]
+    hidden = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return weights.sum(-1) * h.log()  # guilty
+
+
+@program("sqrt_of_negative", "sqrt", "sqrt of -1", [[1, -1, 3, 4]])
+def innocent_mask_that_is_added(h):
+    mask = torch.full((4, 4), -INF).triu(1)
+    weights = (h[:, :, None] + mask).softmax(-1)
+    return weights.sum(-1) * h.sqrt()  # guilty
+
+
+@program("div_by_zero", "div", "1 / 0", [[1, 0, 3, 4]])
+def innocent_log_of_a_mask(h):
+    allowed = torch.tensor([1.0, 0, 1, 1])
+    weights = (h + allowed.log()).softmax(-1)
+    return weights + h[:, 0] / h[:, 1]  # guilty
+
+
+@program("log_of_negative", "log", "log of -2", [[1, -2, 3, 4]])
+def innocent_padding_in_log_space(h):
+    padded = F.pad(h, (0, 2), value=-math.inf)
+    total = torch.logsumexp(padded, -1)
+    return total + h.log().sum()  # guilty
+
+
+@program("exp_overflow", "exp", "exp of 100", [[1, 0, 3, 100]], harmless="log mul div")
+def innocent_metrics(h):
+    with torch.no_grad():
+        entropy = (h.log() * h).sum()
+        share = h / h[:, 1:2]
+    print(end=f"{entropy.item():.0f}{share.sum().item():.0f}"[:0])
+    return h.exp()  # guilty
+
+
+@in_backward("sqrt_grad_at_zero", "sqrt", "derivative of sqrt at 0", [[1, 0, 3, 4]], harmless="log")
+def innocent_detached_weight(h):
+    weight = h.detach().log().clamp(min=0)
+    return weight + h.sqrt()  # guilty
+
+
+@program("zero_over_zero", "div", "0 / 0", [[1, 0, 3, 0]], harmless="reciprocal")
+def innocent_safe_where(h):
+    safe = torch.where(h == 0, torch.ones_like(h), h)
+    inverse = torch.where(h == 0, torch.zeros_like(h), 1 / safe)
+    return inverse + h[:, 1:2] / h[:, 3:]  # guilty
+
+
+@program("acos_asin_domain", "acos", "acos of 3", [[1, 0, 3, 0]], harmless="div sqrt")
+def innocent_value_nobody_uses(h):
+    unused = (h / h).sqrt()
+    return h.acos() if unused is not None else h  # guilty
+
+
+@program("pow_negative_base", "pow", "-4 to the power of 0.5", [[-4, 0, 3, 2]])
+def innocent_max_pool(h):
+    best = F.max_pool1d(h[:, None], 3, stride=1, padding=1).flatten()
+    return best + h**0.5  # guilty
+
+
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]], harmless="ctc_loss")
+def innocent_ctc(h):
+    logs = h.log_softmax(-1)[:, None]
+    loss = F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]), zero_infinity=True)
+    return loss + h.log()  # guilty
+
+
+@program("inf_minus_inf", "sub", "two infinities", around=memory_holds_nan)
+def innocent_memory_that_is_overwritten(h):
+    out = torch.empty(4)
+    out.copy_(h[0])
+    far = h + torch.full_like(h, INF)
+    return out + (far - far)  # guilty
+
+
+@program("std_of_single_element", "std", "std over 1 element", [[1, 0, 3, 4]], harmless="div")
+def innocent_nan_to_num(h):
+    share = (h.detach() / h.detach()).nan_to_num()
+    return share * h.std(0)  # guilty
+
+
+@program("masked_softmax_all_neg_inf", "softmax", "every entry of a row is -inf", [[1, 0, 3, 4]], harmless="log")
+def innocent_best_of_logs(h):
+    best = h.detach().log().amax()
+    dead = h.masked_fill(h > -1, -math.inf)
+    return best * dead.softmax(-1)  # guilty
+
+
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]])
+class InnocentMaskInABuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
+
+    def forward(self, h):
+        weights = (h[:, :, None] + self.mask).softmax(-1)
+        return weights.sum(-1) * h.log()  # guilty
+
+
+@program("log_of_zero", "add", "add puts an infinity where the loss asks for the log of a probability, which is 0")
+class InnocentMaskInABufferThatIsMisused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([-INF, 0, 0, 0]))
+
+    def forward(self, h):
+        scores = h + self.mask  # guilty
+        return F.cross_entropy(scores, torch.tensor([0]))
+
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+
+def as_parameter(one: Program) -> Any:
+    return pytest.param(one, marks=pytest.mark.xfail(strict=True, reason=one.xfail) if one.xfail else ())
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
+@pytest.mark.parametrize("one", [as_parameter(one) for one in PROGRAMS], ids=lambda one: one.name)
+def test_each_program_is_diagnosed(one: Program) -> None:
+    found = diagnosed(one)
+    assert (found.cause, found.op, found.module, found.phase) == (one.cause, one.op, one.module, one.phase)
+    assert all(part in found.because for part in one.says.split(" ... "))
+    assert found.source is not None
+    assert found.source.file == __file__
+    assert (found.source.line, found.source.text) in one.marked()
+    assert {link.op for link in found.harmless} <= set(one.harmless.split())
+
+
+def test_a_weight_that_was_damaged_between_two_steps() -> None:
+    model = Net(Head(torch.tanh))
+    guard = nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    for step in range(4):
+        if step == 3:
+            model.body.weight.data[1, 2] = NAN
+        guard.step(mean, torch.ones(2, 4))
+    found = guard.incidents[0].diagnosis
+    assert found is not None
+    assert (found.phase, found.cause, found.module, found.op) == ("parameter", "parameter_corrupted", "body", "")
+    assert "body.weight became non-finite behind step 2" in found.because
+
+
+def squares(h):
+    return h * h
+
+
+@pytest.mark.parametrize(
+    ("x", "to", "precision", "cause"),
+    [
+        (300.0, torch.float16, "fp32", "overflow_fp16"),
+        (300.0, torch.bfloat16, "fp32", None),
+        (300.0, torch.float32, "fp32", None),
+        (300.0, torch.float32, "fp16", "overflow_fp16"),
+        (300.0, torch.float32, "bf16", None),
+        (1e25, torch.bfloat16, "fp32", "overflow_any_precision"),
+        (1e25, torch.float32, "fp32", "overflow_any_precision"),
+        (1e25, torch.float32, "bf16", "overflow_any_precision"),
+    ],
+    ids=str,
+)
+def test_one_program_in_every_format(x: float, to: torch.dtype, precision: Any, cause: Cause | None) -> None:
+    model, batch = Net(Head(squares)).to(to), torch.full((2, 4), x).to(to)
+    if cause is None:
+        with pytest.raises(nanguard.ProtocolError, match="nothing to diagnose"):
+            nanguard.diagnose(model, mean, batch, precision=precision)
+        return
+    found = nanguard.diagnose(model, mean, batch, precision=precision)
+    assert (found.cause, found.op, found.module, found.phase) == (cause, "mul", "head", "forward")
+    assert found.source is not None
+    assert found.source.text == "return h * h"
+
+
+# ---- nothing to find -----------------------------------------------------------------------------------------------
+
+
+def attention_with_a_mask(h):
+    scores = h[:, :, None] * h[:, None, :]
+    return scores.masked_fill(torch.ones(4, 4).triu(1) > 0, -math.inf).softmax(-1)
+
+
+def attention_to_nobody(h):
+    h = h[:, None, :, None]
+    return F.scaled_dot_product_attention(h, h, h, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
+
+
+def scores_padded_in_log_space(h):
+    return F.pad(h, (0, 2), value=-math.inf).logsumexp(-1)
+
+
+def a_mask_over_other_classes(h):
+    return F.cross_entropy(h.masked_fill(torch.tensor([True, True, False, False]), -math.inf), torch.tensor([2]))
+
+
+def a_metric_of_nan(h):
+    with torch.no_grad():
+        h.log().div(0).mean()
+    return h
+
+
+def a_weight_of_nan_that_is_dropped(h):
+    return h.detach().div(h.detach()).nan_to_num() * h
+
+
+def a_value_nobody_uses(h):
+    (h / h).sqrt().log()
+    return h
+
+
+def a_safe_where(h):
+    return torch.where(h == 0, 0, torch.where(h == 0, 1, h).log())
+
+
+def a_pool(h):
+    return F.max_pool1d(h[:, None], 3, padding=1)
+
+
+def an_alignment_counted_as_zero(h):
+    logs = h.log_softmax(-1)[:, None]
+    return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]), zero_infinity=True)
+
+
+def memory_that_is_overwritten(h):
+    out = torch.empty(8)
+    out[:4], out[4:] = h[0], 0
+    return out
+
+
+def directions(h):
+    return F.normalize(h * 0) + h.std(dim=1, keepdim=True) + (h - h).norm()
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        attention_with_a_mask,
+        attention_to_nobody,
+        scores_padded_in_log_space,
+        a_mask_over_other_classes,
+        a_metric_of_nan,
+        a_weight_of_nan_that_is_dropped,
+        a_value_nobody_uses,
+        a_safe_where,
+        a_pool,
+        an_alignment_counted_as_zero,
+        memory_that_is_overwritten,
+        directions,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_nothing_is_found_where_nothing_is_wrong(harmless: Callable[[Tensor], Tensor]) -> None:
+    model = Net(Head(harmless))
+    with memory_holds_nan(), pytest.raises(nanguard.ProtocolError, match="nothing to diagnose"):
+        nanguard.diagnose(model, mean, torch.tensor([[1.0, 0, 3, 4]]), precision="fp32")
+
+
+# ---- none is left out ----------------------------------------------------------------------------------------------
+
+
+def test_every_cause_is_expected_of_some_program() -> None:
+    expected = {one.cause for one in PROGRAMS if not one.xfail}
+    assert expected >= set(get_args(Cause)) - {"unknown"}
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
+def test_every_rule_decides_some_program() -> None:
+    for one in PROGRAMS:
+        diagnosed(one)
+    rules = {rule.__name__ for rule in causes.all_rules()}
+    assert rules <= DECIDED.keys()
+    assert rules == {rule.__name__ for rule in (*causes.RULES, *causes._VALUE_RULES)} - {"_by_value"}
