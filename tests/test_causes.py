@@ -866,7 +866,7 @@ def a_momentum_of_inf(model, optimizer):
 
 @in_optimizer(
     "optimizer_state_corrupted",
-    "",
+    "mul",
     "momentum_buffer of body.weight is non-finite",
     optimizer=sgd_with_momentum,
     prepare=a_momentum_of_inf,

@@ -42,6 +42,7 @@ LAYERS = [
         "checkpoint.source",
         "checkpoint.view",
         "data",
+        "diagnosis.plans",
         "diagnosis.record",
         "incident.entry",
         "incident.trees",

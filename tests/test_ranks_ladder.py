@@ -371,5 +371,5 @@ def test_only_the_ranks_that_train_together_go_back_together(ranks: Ranks, pair:
         assert_ends_as_if_nothing_had_happened([first, second, alone])
         assert responses(first) == ["roll_back"]
         assert responses(alone) == []
-        assert first["written"] == second["written"] == ["run.jsonl", "snapshots"]
+        assert first["written"] == second["written"] == ["incidents", "run.jsonl", "snapshots"]
         assert changed(shared(first["end"]), shared(alone["end"]))

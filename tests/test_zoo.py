@@ -21,10 +21,14 @@ WRONG = {
     "adam_state_swapped": "step",  # the loss function swaps the moments anew at each replay, and so back
     "ckpt_average_half": "line",  # what made the weights infinite is one of several lines before training
     "cosine_lr_no_decay": "line",  # the learning rate was NaN already when it came to the optimizer
+    "event_gap_log": "module",  # which is named for bad data, the first to use them, is a matter of taste
     "frozen_bn_var_shift": "line",  # the buffer was shifted before training, by a line that looks like any other
     "hw_fetch_flip": "op module line",  # a forward fault that does not repeat leaves nothing to go by
-    "hw_flip_activation": "op module line",
+    "hw_flip_activation": "line",  # where the hook is set is named, not the line inside it
     "momentum_unfreeze": "phase cause op line",  # the loss function does it once only, so it cannot be run again
+    "pad_workspace": "line",  # the memory is made in a helper, and who fills it in part is named
+    "scaler_no_backoff": "line",  # a loss scale has no line in the step
+    "sst_land_nan": "module",
     "stale_grad_buffer": "line",  # the memory is made in a helper, and the helper's line is named
 }
 """What is known to be said wrongly, and why. All else is to stay right."""

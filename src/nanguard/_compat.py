@@ -177,3 +177,9 @@ def unwatched() -> contextlib.AbstractContextManager[Any]:
     """Ops inside are not seen by any dispatch mode."""
     context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+def hooked_modules(model: nn.Module, *, backward: bool) -> list[str]:
+    """Names of the modules, but for the model itself, on which somebody has put a hook."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks") if backward else ("_forward_hooks", "_forward_pre_hooks")
+    return [n for n, module in model.named_modules() if n and any(getattr(module, kind, None) for kind in kinds)]

@@ -8,17 +8,24 @@ import torch
 
 from nanguard.diagnosis.provenance import STATE, Leaf, Note
 
+_CARRY_EPS = frozenset(
+    ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "clamp_max", "mul", "pow", "sub", "rsub")
+)
+
 
 def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, str] | None:
     """An eps on the way to a value that is zero in the format it was added in."""
     if not isinstance(source, Note) or depth == 0:
         return None
-    if source.op in ("add", "clamp", "clamp_min", "maximum", "sub", "rsub"):
+    if source.op in ("add", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "sub", "rsub"):
         kind = getattr(torch, source.dtype.removeprefix("torch."), torch.float32)
         for scalar in (*source.scalars, *_constants(source)):
-            if 0 < abs(scalar) < 1e-3 and torch.tensor(scalar, dtype=torch.float64, device="cpu").to(kind) == 0:
+            held = torch.tensor(scalar, dtype=torch.float64, device="cpu").to(kind).item()
+            if 0 < abs(scalar) < 1e-3 and held == 0:
                 return scalar, source.dtype.removeprefix("torch.")
-    if source.op in ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "mul", "unsqueeze", "pow"):
+            if 0.9 < scalar < 1 and held == 1:  # clamp(eps, 1 - eps)
+                return 1 - scalar, source.dtype.removeprefix("torch.")
+    if source.op in _CARRY_EPS:
         for parent in source.parents:
             found = vanished_eps(parent, depth - 1)
             if found is not None:

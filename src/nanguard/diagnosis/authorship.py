@@ -50,7 +50,7 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
         for file, statement, value in _set_in_class(program, names, name):
             origin = program.origin(file, statement, value)
             found.append((origin.risk, 0, origin))
-    if not found:
+    if all(risk == 0 for risk, _, _ in found):
         for file, statement, written, covers in _writes(program, name, rows):
             origin = Origin(-1, source_of_node(file, statement))
             if written is not None:

@@ -56,13 +56,29 @@ def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
     users = [event for event in reached if not event.is_mask]  # of a mask: it is meant, how it is used may not be
     guilty = min(suspects or users or reached, key=lambda event: event.note.index)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
-    forerunners = [e for e in harmless if _is_derivative_of(guilty, e)]
+    chain = tuple(_path(ends, guilty))
+    forerunners = sorted((e for e in harmless if _is_derivative_of(guilty, e)), key=lambda event: event.note.index)
+    discarded = any(_was_discarded(trace, each, ends) for each in forerunners)
+    if (
+        forerunners and not discarded
+    ):  # the forward pass has made something finite of it (a sigmoid of Inf), and used it
+        guilty, chain = forerunners[0], (forerunners[0], *chain)
+    elif (custom := _custom_backward_behind(guilty, chain)) is not None:
+        guilty = custom
     return Finding(
         event=guilty,
-        chain=tuple(_path(ends, guilty)),
+        chain=chain,
         harmless=tuple([e for e in harmless if e not in forerunners][:_MOST_LINKS]),
-        discarded=bool(forerunners) or (guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends)),
+        discarded=discarded or (guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends)),
     )
+
+
+def _custom_backward_behind(birth: Event, chain: Sequence[Event]) -> Event | None:
+    """A hand-written backward that turned an infinity of the forward pass into NaN, where the loss had got over it."""
+    if birth.note.phase != "forward" or chain[-1].note.phase == "forward":
+        return None
+    first = next(event for event in chain if event.note.phase != "forward")
+    return first if first.kind == "turned" and first.note.is_custom and first.note.in_user_code else None
 
 
 def _is_derivative_of(event: Event, other: Event) -> bool:

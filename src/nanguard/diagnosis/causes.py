@@ -134,7 +134,7 @@ def _given(case: Case) -> tuple[Cause, str] | None:
     near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
     if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
         return "log_of_negative", "logdet of a matrix whose determinant is negative"
-    if "empty" not in case.op and "resize" not in case.op and case.note.scalars:
+    if not all(map(math.isfinite, case.note.scalars)):
         return "unknown", f"{case.op} was given a NaN as a constant"
     return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
 

@@ -21,7 +21,6 @@ from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.record import Diagnosis, Fix
 from nanguard.records import Reading
 from nanguard.recovery.rehearsal import Rehearsal
-from nanguard.runlog import plain
 from nanguard.window import Microbatch, Window
 
 log = logging.getLogger("nanguard")
@@ -87,7 +86,7 @@ class Clinic:
         """That of the first rank that has one: all ranks go by the same."""
         if self._bench.ranks.size == 1:
             return diagnosis
-        source, text = self._bench.ranks.share("" if diagnosis is None else json.dumps(plain(diagnosis.as_dict())))
+        source, text = self._bench.ranks.share("" if diagnosis is None else diagnosis.as_json())
         if source == self._bench.ranks.rank:
             return diagnosis
         return Diagnosis.from_dict(json.loads(text)) if text else None

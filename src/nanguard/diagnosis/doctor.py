@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from nanguard import _compat
 from nanguard.bench import Bench
 from nanguard.diagnosis import authorship, blame
 from nanguard.diagnosis.births import of_birth
@@ -29,7 +30,8 @@ from nanguard.window import Window
 _BUDGET = 40.0
 """How many times the time of one replay all experiments together may take."""
 
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
+_BACKWARD_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
+_FORWARD_HOOKS = ("register_forward_hook", "register_forward_pre_hook")
 
 
 class Doctor:
@@ -106,7 +108,11 @@ class Doctor:
         again = replay.is_finite()
         in_backward = "loss" not in reading.found
         module, note = _last_used(exam.run.trace, reading.gradients) if in_backward else ("", None)
-        hook = _line_of_a_hook(exam) if in_backward else None
+        hook = _line_of_a_hook(exam, in_backward=in_backward)
+        hooked = _compat.hooked_modules(exam.inventory.model, backward=in_backward)
+        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is no op
+            module = hooked[0]
+            note = _last_op_of(exam.run.trace, module) or note
         where = f"rank {self._bench.ranks.rank}, {device_name(self._bench.device)}"
         remedy = REMEDIES["nondeterministic_hardware_fault"]
         return Diagnosis(
@@ -116,7 +122,7 @@ class Doctor:
             module=module,
             source=hook or (None if note is None else source_of(note.place)),
             because=f"with the same data and random states it is finite {1 + again} times in a row ({where})",
-            evidence=() if hook is None else (f"a gradient hook of the program runs in backward, set at {hook}",),
+            evidence=() if hook is None else (f"a hook of the program runs there, set at {hook}",),
             tried=(
                 Trial(what="the same step again, watched", result="finite"),
                 Trial(what="the same step once more", result="finite" if again else "non-finite"),
@@ -139,10 +145,16 @@ def _before_the_damage(replay: Replay, past: Past) -> Run | None:
     return None if run is None or run.is_finite else run
 
 
-def _line_of_a_hook(exam: Exam) -> Source | None:
-    if exam.run.hooks:
+def _last_op_of(trace: Trace, module: str) -> Note | None:
+    return next((note for note in reversed(trace.notes) if note.module == module and note.phase == "forward"), None)
+
+
+def _line_of_a_hook(exam: Exam, *, in_backward: bool) -> Source | None:
+    """Where the program hooks into the pass: seen in this step, or found in its source."""
+    if exam.run.hooks and in_backward:
         return source_of(exam.run.hooks[0][0])
-    lines = (authorship.line_that_calls(name, exam.files()) for name in _HOOKS)
+    names = _BACKWARD_HOOKS if in_backward else _FORWARD_HOOKS
+    lines = (authorship.line_that_calls(name, exam.files()) for name in names)
     return next(filter(None, lines), None)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import types
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanguard.report.diagnosis import long_text_of, panel_of
+from nanguard.runlog import plain
 
 Phase = Literal["forward", "backward", "data", "parameter", "buffer", "optimizer"]
 """``forward``: born in a forward op, also where only a gradient shows it. ``backward``: what mattered forward was
@@ -186,6 +188,10 @@ class Diagnosis:
         """Of what ``as_dict`` gave, also after a way through JSON. Unknown fields are passed over."""
         built: Diagnosis = _build(cls, data)
         return built
+
+    def as_json(self, indent: int | None = None) -> str:
+        """The same as text; NaN and Inf, which JSON does not know, are strings in it."""
+        return json.dumps(plain(self.as_dict()), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
         return panel_of(self)

@@ -102,7 +102,7 @@ class Program:
             if isinstance(call, ast.Call):
                 for other, function in self.functions.get(last_name(call.func), ()):
                     for node in ast.walk(function):
-                        if isinstance(node, (ast.Return, ast.Assign, ast.AugAssign)) and node.value is not None:
+                        if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
                             yield other, node, node.value
 
 

@@ -218,7 +218,7 @@ def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
     return Diagnosis(
         phase="optimizer",
         cause=cause,
-        op=note.op,
+        op=note.op or (user.op if (user := _first_use(exam, finding)) else ""),
         module=name.rpartition(".")[0],
         source=source,
         is_line_traced=is_traced,

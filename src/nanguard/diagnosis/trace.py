@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,29 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_look, look
+from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
 from nanguard.diagnosis.provenance import OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
 from nanguard.diagnosis.source import Site, find_site
 
 log = logging.getLogger("nanguard")
 
-_LIFTS = ("lift", "lift_fresh")
-"""How ``torch.tensor(...)`` comes to the dispatcher."""
-
 _MOST_BIRTHS_WITH_EVIDENCE = 48
 _LARGEST_COPY = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is known of an op before it runs."""
-
-    op: str
-    is_view: bool
-    written: tuple[int, ...]
-    written_kwargs: tuple[str, ...]
-    is_pointwise: bool
-    arguments: tuple[str, ...]
-    is_empty: bool
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,7 +52,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure: Exception | None = None
         self._names = names
         self._save = save
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._leaves: dict[int, Leaf] = {}
         self._watched: dict[int, str] = {}
         self._made: dict[int, Note] = {}
@@ -124,7 +108,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._efficientzerotensor.default:
             # It has no memory, and kernels that are called from here would read it all the same.
             return torch.zeros(*args, **kwargs)
-        plan = self._plans.get(func) or self._plan(func)
+        plan = self._plans.get(func) or self._plans.setdefault(func, plan_of(func))
         node = _compat.current_node()
         site = find_site(self._names, in_engine=node is not None)
         self._remember_node(plan, site, node)
@@ -142,24 +126,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failure = self.failure or error
         return result
 
-    def _plan(self, func: Any) -> _Plan:
-        arguments = func._schema.arguments
-        is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-        positional = tuple(i for i, (a, w) in enumerate(zip(arguments, is_written, strict=True)) if w)
-        name = str(func.overloadpacket.__name__)
-        plan = _Plan(
-            op=name.strip("_"),
-            is_view=_compat.is_view(func) and not any(is_written) and name not in _LIFTS,
-            written=positional,
-            written_kwargs=tuple(a.name for a, w in zip(arguments, is_written, strict=True) if w),
-            is_pointwise=torch.Tag.pointwise in func.tags,
-            arguments=tuple(a.name for a in arguments),
-            is_empty=name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
-        )
-        self._plans[func] = plan
-        return plan
-
-    def _remember_node(self, plan: _Plan, site: Site, node: Any) -> None:
+    def _remember_node(self, plan: Plan, site: Site, node: Any) -> None:
         """The node of an op is made right before it runs; inside ``torch.func.grad`` one for each level."""
         number = _compat.next_sequence_nr()
         keys = [(threading.get_ident(), (number or 0) - level) for level in range(1, 5)]
@@ -189,7 +156,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(
         self,
         func: Any,
-        plan: _Plan,
+        plan: Plan,
         site: Site,
         node: Any,
         args: Any,
@@ -202,7 +169,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = written + made
         if not outputs:
             return
-        inputs = [] if plan.is_empty or plan.op in _LIFTS else list(_named_tensors(plan, args, kwargs))
+        inputs = [] if plan.is_empty or plan.op in LIFTS else list(_named_tensors(plan, args, kwargs))
         sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
         note = self._note(plan, site, node, args, kwargs, sources)
         bad = self._bad_inputs(note, inputs, before)
@@ -233,7 +200,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(
         self,
-        plan: _Plan,
+        plan: Plan,
         site: Site,
         node: Any,
         args: Any,
@@ -294,7 +261,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _event(
         self,
         func: Any,
-        plan: _Plan,
+        plan: Plan,
         note: Note,
         args: Any,
         kwargs: Any,
@@ -378,7 +345,7 @@ def _tensors(tree: Any) -> Iterable[Tensor]:
             yield from _tensors(child)
 
 
-def _named_tensors(plan: _Plan, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
+def _named_tensors(plan: Plan, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
     for place, value in enumerate(args):
         name = plan.arguments[place] if place < len(plan.arguments) else str(place)
         for tensor in _tensors(value):

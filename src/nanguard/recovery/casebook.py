@@ -61,8 +61,9 @@ class Casebook:
 
 def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
     """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
-    if diagnosis.phase not in ("parameter", "optimizer") or diagnosis.confidence == "certain":
-        return diagnosis  # the program was seen to write to them in this very step
+    is_seen = "update" in reading.found or diagnosis.confidence == "certain"
+    if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
+        return diagnosis  # the update, or the program, was seen to write to them in this very step
     more = f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
     names, remedy = ", ".join(reading.damaged[:3]) + more, REMEDIES["parameter_corrupted"]
     return replace(

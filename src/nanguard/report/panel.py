@@ -72,8 +72,10 @@ def halt_message(incident: Incident) -> str:
             "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
             "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy()."
         )
+    rows = [] if outcome.diagnosis is None else diagnosis_rows(outcome.diagnosis)
+    told = "".join(f"  {name:<9} {row}\n" for name, row in rows)
     return (
-        f"{_noun(outcome)} at step {reading.step:,} ({_position(reading)}){ranks}: {_found(outcome)}.\n"
+        f"{_noun(outcome)} at step {reading.step:,} ({_position(reading)}){ranks}: {_found(outcome)}.\n{told}"
         f"Halted, since no rung of the ladder was left: {tried}.\n{kept}\n{then}"
     )
 

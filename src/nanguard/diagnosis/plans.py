@@ -1,0 +1,51 @@
+"""What is known of an op before it runs: what it writes to, and whether it only gives a view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanguard import _compat
+
+LIFTS = ("lift", "lift_fresh")
+"""How ``torch.tensor(...)`` comes to the dispatcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of an op before it runs."""
+
+    op: str
+    is_view: bool
+    written: tuple[int, ...]
+    written_kwargs: tuple[str, ...]
+    is_pointwise: bool
+    arguments: tuple[str, ...]
+    is_empty: bool
+
+
+def plan_of(func: Any) -> Plan:
+    arguments = func._schema.arguments
+    is_written = [
+        (a.alias_info is not None and a.alias_info.is_write) or _writes_unsaid(func, a.name) for a in arguments
+    ]
+    positional = tuple(i for i, (a, w) in enumerate(zip(arguments, is_written, strict=True)) if w)
+    name = str(func.overloadpacket.__name__)
+    return Plan(
+        op=name.strip("_"),
+        is_view=_compat.is_view(func) and not any(is_written) and name not in LIFTS,
+        written=positional,
+        written_kwargs=tuple(a.name for a, w in zip(arguments, is_written, strict=True) if w),
+        is_pointwise=torch.Tag.pointwise in func.tags,
+        arguments=tuple(a.name for a in arguments),
+        is_empty=name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
+    )
+
+
+def _writes_unsaid(func: Any, argument: str) -> bool:
+    """Torch does not say that batch norm writes to its running statistics."""
+    name = str(func.overloadpacket.__name__)
+    is_forward = "batch_norm" in name and "backward" not in name
+    return is_forward and argument in ("running_mean", "running_var")
