@@ -146,7 +146,8 @@ class Loud(nn.Module):
         self.fc = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.fc(x) * 400.0).pow(2) / 400.0**2
+        loud: Tensor = self.fc(x) * 400.0
+        return loud * loud / 400.0**2
 
 
 class Speaker(nn.Module):
