@@ -60,6 +60,7 @@ def predict(path: Path, device: str = "cpu") -> Prediction:
         loss_scale=_scale_of(case) if facts.get("loop") == "scaler" else None,
         max_norm=None,
         policy=nanguard.Policy(divergence=None),
+        snapshots="auto" if device == "cpu" else nanguard.Snapshots(where="host"),
     )
     backed_off: tuple[int, Diagnosis] | None = None
     try:
