@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -145,10 +144,6 @@ class Clinic:
         self._in_a_row = self._in_a_row + 1 if same else 1
         self._seen[kind] += 1
         self._last = diagnosis
-
-    def kinds(self) -> Sequence[Kind]:
-        """What has been seen so far."""
-        return tuple(self._seen)
 
 
 def _kind(diagnosis: Diagnosis) -> Kind:
