@@ -90,13 +90,16 @@ def line_that_makes_data(
     return best.source if best is not None and best.risk > 1 else None
 
 
-def line_that_writes_nonfinite(files: Iterable[str]) -> Source | None:
-    """The only line that stores a literal NaN or Inf into a part of something; None where there are none or many."""
-    found = []
-    for file, node in Program(tuple(files)).nodes(ast.Assign):
-        if isinstance(node, ast.Assign):
-            into_a_part = any(isinstance(target, (ast.Subscript, ast.Attribute)) for target in node.targets)
-            if into_a_part and any(is_nonfinite_literal(each) for each in ast.walk(node.value)):
+def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Sequence[str] = ()) -> Source | None:
+    """The only line that stores a literal NaN, or Inf, into a part of something; None where there are none or many.
+
+    Functions that use the data (``not_in``, and ``forward`` of modules) do not make them: what they fill is a mask.
+    """
+    program, found = Program(tuple(files)), []
+    for file, node in program.nodes(ast.Assign):
+        if isinstance(node, ast.Assign) and program.function_of(node) not in ("forward", *not_in):
+            into_a_part = any(isinstance(target, ast.Subscript) for target in node.targets)
+            if into_a_part and any(is_nonfinite_literal(each, nan=nan) for each in ast.walk(node.value)):
                 found.append(source_of_node(file, node))
     return found[0] if len(found) == 1 else None
 

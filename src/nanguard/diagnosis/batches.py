@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+"""What holds no tensor: a batch may have millions of them."""
+
 
 def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """``batch["image"]``, ``batch[1].mask``: each tensor under the name by which the program reaches it."""
@@ -26,7 +29,8 @@ def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]
             yield from named_tensors(child, f"{name}.{key}")
     elif isinstance(tree, (list, tuple)):
         for place, child in enumerate(tree):
-            yield from named_tensors(child, f"{name}[{place}]")
+            if type(child) not in _PLAIN:
+                yield from named_tensors(child, f"{name}[{place}]")
 
 
 def num_samples(batch: Any) -> int | None:
@@ -57,7 +61,7 @@ def take(batch: Any, samples: Sequence[int], num: int) -> Any:
     if isinstance(batch, (list, tuple)):
         if len(batch) == num and not any(isinstance(child, (Tensor, Mapping, list, tuple)) for child in batch):
             return type(batch)(batch[i] for i in samples)
-        return type(batch)(take(child, samples, num) for child in batch)
+        return type(batch)(child if type(child) in _PLAIN else take(child, samples, num) for child in batch)
     return batch
 
 

@@ -43,7 +43,7 @@ class Clinic:
         self.live = Live(bench)
         self._seen: Counter[Kind] = Counter()
         self._last: Diagnosis | None = None
-        self.interrupt: KeyboardInterrupt | None = None
+        self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
@@ -64,7 +64,10 @@ class Clinic:
                 diagnosis = self._by_what_was_captured(window, reading, past, update)
             except Exception:
                 log.warning("step %d could not be examined", reading.step, exc_info=True)
-            except KeyboardInterrupt as interrupt:  # raised again when the step has been answered and counted
+            except (
+                KeyboardInterrupt,
+                SystemExit,
+            ) as interrupt:  # raised again when the step has been answered and counted
                 self.interrupt = interrupt
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:

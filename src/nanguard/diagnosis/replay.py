@@ -77,6 +77,9 @@ class Replay:
         finally:
             self._written |= {name for name in saved if not name.startswith("buffer ")}
             _write_back(saved)
+            for generator, state in trace.generators.values():
+                generator.set_state(state)
+                self._generators.append(generator)
         if trace.failure is not None:
             log.debug("some ops could not be followed: %s", trace.failure)
         return run

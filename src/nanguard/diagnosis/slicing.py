@@ -133,13 +133,14 @@ def risk_of(value: ast.AST) -> int:
     return risk
 
 
-def is_nonfinite_literal(node: ast.AST) -> bool:
-    """``float("nan")``, ``math.inf`` and the like."""
+def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:
+    """``float("nan")``, ``math.inf`` and the like; with ``nan`` the one kind or the other alone."""
+    names = {True: ("nan",), False: ("inf", "infinity"), None: ("nan", "inf", "infinity")}[nan]
     if isinstance(node, ast.Call) and last_name(node.func) == "float" and node.args:
         text = node.args[0]
-        return isinstance(text, ast.Constant) and str(text.value).strip("+-").lower() in ("nan", "inf", "infinity")
+        return isinstance(text, ast.Constant) and str(text.value).strip("+-").lower() in names
     modules = ("math", "np", "numpy", "torch")
-    return isinstance(node, ast.Attribute) and node.attr in ("nan", "NaN", "inf") and last_name(node.value) in modules
+    return isinstance(node, ast.Attribute) and node.attr.lower() in names and last_name(node.value) in modules
 
 
 def stored_names(node: ast.Assign | ast.AugAssign) -> Iterator[str]:

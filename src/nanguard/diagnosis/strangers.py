@@ -67,7 +67,7 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
     where, samples = _where_in_batch(exam, event.origin)
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.window.microbatches]
     line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files(), not_in=users)
-    line = line or authorship.line_that_writes_nonfinite(exam.files())
+    line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
     return replace(
         diagnosis,
         source=line or diagnosis.source,

@@ -38,7 +38,7 @@ _LARGEST_COPY = 1 << 26
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context; ``names`` are those of the modules by identity.
 
-    ``save`` is called with the name and tensor of a parameter, buffer or optimizer state before an op of the user's
+    ``generators`` are those of the program that ops drew from, with their states before. ``save`` is called with the name and tensor of a parameter, buffer or optimizer state before an op of the user's
     program writes to it outside the optimizer, once each.
     """
 
@@ -48,6 +48,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.swallowed: list[Swallow] = []
         self.writes: dict[str, Note] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.in_update = False
         self.failure: Exception | None = None
         self._names = names
@@ -114,6 +115,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._remember_node(plan, site, node)
         if plan.is_view:
             return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self.generators:
+            self.generators[id(generator)] = generator, generator.get_state()
         written = [args[i] for i in plan.written if i < len(args)] + [kwargs.get(name) for name in plan.written_kwargs]
         written = list(_tensors(written))
         before = self._before(written)

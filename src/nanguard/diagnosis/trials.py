@@ -128,14 +128,16 @@ class Trials:
         suspects = [sample for sample in diagnosis.samples if sample < num]
         if len(suspects) == num:
             suspects = []
-        if not suspects:
+        is_guessed = not suspects
+        if is_guessed:
             suspects = self._bisected(num)
         if not suspects or len(suspects) == num:
             return replace(diagnosis, samples=()) if len(diagnosis.samples) == num else diagnosis
-        alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
+        alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
-        is_innocent = alone is True or (alone is None and without is False)
+        # Where it takes any sample, as a wrong factor on the loss does, none of them is to blame.
+        is_innocent = alone is True or (without is False and (alone is None or is_guessed))
         return replace(diagnosis, samples=() if is_innocent else tuple(suspects))
 
     def _bisected(self, num: int) -> list[int]:

@@ -53,7 +53,7 @@ class Casebook:
         path = self._bundles.write(len(self._bench.journal.history) + 1, outcome, kept)
         return "" if path is None else str(path)
 
-    def take_interrupt(self) -> KeyboardInterrupt | None:
+    def take_interrupt(self) -> KeyboardInterrupt | SystemExit | None:
         """What interrupted an examination, for whoever has recorded its outcome to raise."""
         interrupt, self._clinic.interrupt = self._clinic.interrupt, None
         return interrupt
