@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -587,3 +588,115 @@ def test_a_bad_batch_is_no_more_than_skipped_in_a_world_of_meta_tensors() -> Non
         assert next(i.diagnosis.samples for i in guard.incidents if i.diagnosis) == (0,)
         ends.append(everything(model, [optimizer]))
     assert differences(ends[0], ends[1]) == []
+
+
+# ---- what an examination must not do, or say -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diagnose", ["off", "full"])
+def test_a_generator_of_the_programs_own_goes_on_as_if_nobody_had_looked(diagnose: Any) -> None:
+    generator, model = torch.Generator().manual_seed(0), nn.Linear(6, 1)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x + torch.rand(x.shape, generator=generator)).mean()
+
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="eager", diagnose=diagnose)
+    for x in (torch.rand(8, 6), torch.full((8, 6), NAN), torch.rand(8, 6)):
+        guard.step(loss_fn, x)
+    plain = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        torch.rand(8, 6, generator=plain)
+    assert torch.equal(generator.get_state(), plain.get_state())
+
+
+def test_an_exit_during_the_examination_waits_until_the_step_is_counted() -> None:
+    calls, model = [], nn.Linear(6, 1)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == 2:
+            raise SystemExit(3)
+        return model(x).mean()
+
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="eager")
+    with pytest.raises(SystemExit):
+        guard.step(loss_fn, torch.full((8, 6), NAN))
+    assert guard.counts["skipped"] == len(guard.incidents) == 1
+
+
+PROGRAM = """
+import torch
+from torch import nn
+import nanguard
+
+class Stop:
+    def __init__(self):
+        self.best = float("inf")
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        scores = self.lin(x)
+        scores[:, 0] = {literal}
+        return scores.softmax(-1)
+
+def said(x):
+    return nanguard.diagnose(Masked(), lambda model, batch: model(batch).mean(), x, precision="fp32")
+"""
+
+
+@pytest.mark.parametrize("literal", ['float("-inf")', "float('nan') if False else 0.0"])
+def test_a_literal_that_fills_a_mask_or_a_record_did_not_make_the_data(literal: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(literal=literal))
+    space: dict[str, Any] = {"__name__": "program"}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    for value in (NAN, float("inf")):
+        x = torch.rand(8, 4)
+        x[2, 1] = value
+        source = space["said"](x).source
+        assert source is None or "scores = self.lin(x)" in source.text
+
+
+def test_a_factor_that_spoils_every_sample_is_blamed_on_none() -> None:
+    batch = torch.rand(8, 6) + 1, torch.tensor(0.0)
+    diagnosis = diagnosed(nn.Linear(6, 1), lambda m, b: m(b[0]).mean() * b[1].log(), batch, depth="full")
+    assert (diagnosis.op, diagnosis.samples) == ("log", ())
+
+
+def test_an_infinite_weight_in_the_batch_is_no_mask() -> None:
+    weights = torch.tensor([0.0, 0.0, float("inf"), 0.0])
+    diagnosis = diagnosed(nn.Linear(6, 1), lambda m, b: (m(b[0])[:, 0] * b[1]).mean(), (torch.rand(4, 6), weights))
+    assert (diagnosis.cause, diagnosis.because) == ("input_nonfinite", "batch[1] holds Inf at [2]")
+
+
+def test_what_another_thread_has_made_is_not_said_with_certainty() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        diagnosis = diagnosed(nn.Linear(6, 1), lambda m, x: (m(x) * pool.submit(torch.log, x).result()).mean())
+    assert diagnosis.confidence == "guess"
+    assert "seen" in diagnosis.because
+
+
+class GivesOutItsScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lin(x), self.scale
+
+
+def test_a_parameter_that_the_model_gives_out_collects_no_hooks() -> None:
+    model = GivesOutItsScale()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        with guard.autocast():
+            y, scale = model(torch.rand(8, 6))
+            loss = (y * scale).mean()
+        guard.backward(loss)
+        guard.update()
+    assert not model.scale._backward_hooks

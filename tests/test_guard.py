@@ -425,7 +425,7 @@ class TestWhatItSays:
             "   first in  inp   addmm, data, fp32   helpers.py:28   "
             "return self.out(self.drop(F.relu(self.norm(self.inp(x)))))\n"
             "   because   non-finite data: batch[0] holds NaN at [0, 0]\n"
-            "   samples   0 of the batch\n"
+            "   samples   index 0 of the batch\n"
             "   fix       clean the data, or mask such entries before they are used   (not tried)\n"
             "   kept      weights, optimizer state, buffers and schedule, exactly as before this step"
         ]

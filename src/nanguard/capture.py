@@ -76,8 +76,8 @@ class Ear:
         call = calls[-1]
         for place, tensor in enumerate(_outputs(output)):
             call.gradients.append(None)
-            if tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
-                call.misses_gradients = True
+            if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
+                call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
             else:
                 tensor.register_hook(_Saver(call.gradients, place))  # type: ignore[no-untyped-call]
 

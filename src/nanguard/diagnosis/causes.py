@@ -6,7 +6,7 @@ Rules are tried from the top; the first that fits names the cause. A rule looks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
@@ -392,3 +392,8 @@ _VALUE_RULES: tuple[Rule, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (_given, _ctc, _custom_backward, _discarded, _root_gradient, _by_value)
+
+
+def all_rules() -> Iterable[Rule]:
+    """Every rule of the table, for whoever checks that each is tested."""
+    yield from (*RULES[:-1], *_VALUE_RULES)

@@ -30,6 +30,9 @@ Kind = tuple[str, ...]
 _MOST_REPEATS = 8
 """After so many examinations that all ended alike, the next ones are taken for the same, as long as the same shows."""
 
+_LOOK_AGAIN_EVERY = 20
+"""Of those, one in so many is examined all the same: another fault may look alike."""
+
 _LONGEST_PAUSE = 100
 """After so many steps without an incident the next one is looked at again."""
 
@@ -45,6 +48,7 @@ class Clinic:
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
+        self._num_taken = 0
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
     def examine(self, window: Window, reading: Reading, past: Past, *, update: bool = False) -> Diagnosis | None:
@@ -53,26 +57,26 @@ class Clinic:
             return None
         if not self._is_alike(reading):
             self._in_a_row = 0
-        if self._last is not None and self._in_a_row >= _MOST_REPEATS and self._how == "auto":
+        if self._last is not None and self._how == "auto" and self._takes_for_the_same():
             note = f"not examined: the {self._in_a_row} before it all ended alike"
-            return replace(
-                self._last, step=reading.step, batch=reading.batch, epoch=reading.epoch, samples=(), notes=(note,)
-            )
+            last = replace(self._last, confidence="guess")
+            return replace(last, step=reading.step, batch=reading.batch, epoch=reading.epoch, samples=(), notes=(note,))
         diagnosis = None
         if self._is_concerned(reading):
             try:
                 diagnosis = self._by_what_was_captured(window, reading, past, update)
             except Exception:
                 log.warning("step %d could not be examined", reading.step, exc_info=True)
-            except (
-                KeyboardInterrupt,
-                SystemExit,
-            ) as interrupt:  # raised again when the step has been answered and counted
+            except (KeyboardInterrupt, SystemExit) as interrupt:  # raised again when the step has been counted
                 self.interrupt = interrupt
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
             self._remember(diagnosis)
         return diagnosis
+
+    def _takes_for_the_same(self) -> bool:
+        self._num_taken = self._num_taken + 1 if self._in_a_row >= _MOST_REPEATS else 0
+        return self._num_taken % _LOOK_AGAIN_EVERY > 0
 
     def _is_alike(self, reading: Reading) -> bool:
         """Whether the same showed as the last time, and not long ago; the same answer on all ranks."""

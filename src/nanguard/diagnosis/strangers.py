@@ -13,7 +13,7 @@ from nanguard.diagnosis.batches import named_tensors, num_samples
 from nanguard.diagnosis.blame import Finding
 from nanguard.diagnosis.causes import Case, name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
-from nanguard.diagnosis.provenance import Event, Leaf, Note
+from nanguard.diagnosis.provenance import OTHER, Event, Leaf, Note
 from nanguard.diagnosis.record import Cause, Diagnosis, Source
 from nanguard.diagnosis.source import source_of, user_files
 
@@ -74,6 +74,7 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
         is_line_traced=line is None,
         samples=samples,
         because=f"{event.origin} holds {where}",
+        confidence="guess" if event.note.roots & OTHER else "certain",  # who made it was not seen
         evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
     )
 

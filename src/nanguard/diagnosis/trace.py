@@ -26,7 +26,7 @@ from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_look, look
 from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
-from nanguard.diagnosis.provenance import OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
+from nanguard.diagnosis.provenance import BATCH, OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
 from nanguard.diagnosis.source import Site, find_site
 
 log = logging.getLogger("nanguard")
@@ -38,8 +38,9 @@ _LARGEST_COPY = 1 << 26
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context; ``names`` are those of the modules by identity.
 
-    ``generators`` are those of the program that ops drew from, with their states before. ``save`` is called with the name and tensor of a parameter, buffer or optimizer state before an op of the user's
-    program writes to it outside the optimizer, once each.
+    ``generators`` are those of the program that ops drew from, with their states before. ``save`` is called with the
+    name and tensor of a parameter, buffer or optimizer state before an op of the user's program writes to it outside
+    the optimizer, once each.
     """
 
     def __init__(self, names: Mapping[int, str], save: Callable[[str, Tensor], None] | None = None) -> None:
@@ -79,7 +80,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         note = Note(-1, "", "forward", None, "", owner=owner, roots=leaf.roots)
         note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
         event = Event(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
-        event.is_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE) and _is_mask(tensor)
+        may_be_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE)
+        may_be_mask = may_be_mask and not (leaf.roots & BATCH and event.has_posinf)  # a weight of Inf, say
+        event.is_mask = may_be_mask and _is_mask(tensor)
         self.events.append(event)
         return event
 
@@ -251,7 +254,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             key = _compat.storage_key(tensor)
             if key not in self._made and key not in self._leaves:
-                self._leaves[key] = leaf = Leaf(f"a tensor made before the step ({name} of {note.op})", OTHER, NOTHING)
+                what = f"a tensor that no op of the step was seen to make ({name} of {note.op})"
+                self._leaves[key] = leaf = Leaf(what, OTHER, NOTHING)
                 leaf.look = look(before.get(id(tensor), tensor))
                 note.roots |= OTHER
                 if not leaf.look.is_finite:

@@ -16,6 +16,7 @@ from nanguard.diagnosis.watched import Run
 log = logging.getLogger("nanguard")
 
 _MOST_MODULES = 4
+_MOST_OTHERS = 4
 
 
 class Trials:
@@ -136,8 +137,10 @@ class Trials:
         alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
-        # Where it takes any sample, as a wrong factor on the loss does, none of them is to blame.
-        is_innocent = alone is True or (without is False and (alone is None or is_guessed))
+        is_innocent = alone is True or (alone is None and without is False)
+        if is_guessed and without is False:  # any sample may do, as where a factor on the loss is wrong
+            some = others[:: max(1, len(others) // _MOST_OTHERS)]
+            is_innocent = all(self._on(f"sample {sample} alone", [sample], num) is False for sample in some)
         return replace(diagnosis, samples=() if is_innocent else tuple(suspects))
 
     def _bisected(self, num: int) -> list[int]:

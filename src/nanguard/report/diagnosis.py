@@ -55,7 +55,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
     yield "because", f"{CAUSES[diagnosis.cause]}: {diagnosis.because}"
     if diagnosis.samples:
-        yield "samples", _numbers(diagnosis.samples) + " of the batch" + _element(diagnosis)
+        places = "index" if len(diagnosis.samples) == 1 else "indices"
+        yield "samples", f"{places} {_numbers(diagnosis.samples)} of the batch{_element(diagnosis)}"
     fix = _fix(diagnosis)
     if fix:
         yield "fix", fix
