@@ -87,9 +87,9 @@ class Bench:
     def looking_at_update(self) -> Iterator[list[bool]]:
         """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
         spoiled: list[bool] = []
-        backup = Backup(self.shield.optimizers) if self.is_careful else None
+        backup = Backup(self.shield.optimizers)
         yield spoiled
-        if backup is not None and self.ranks.any(backup.is_spoiled()):
+        if self.ranks.any(backup.is_spoiled()):
             backup.put_back()
             spoiled.append(True)
             self.be_careful()

@@ -109,12 +109,10 @@ class Late:
         skip = self._raise_latch_(window)
         bench.clipper.clip_(groups, bench.board.norms)
         self._climber.fence()
-        with bench.looking_at_update() as spoiled:
+        if bench.is_careful:
+            self._step_carefully(window, skip)
+        else:
             bench.shield.step_unless(skip)
-        if spoiled:
-            window.is_spoiled = True
-            skip.fill_(1.0)
-            self.latch.fill_(1.0)
         bench.buffers.undo_where_(skip)
         bench.update_average()
         self._averages.undo_where_(skip)
@@ -122,6 +120,14 @@ class Late:
         if bench.scaler is not None:
             bench.scaler.update_(skip, frozen=latched_before)
         bench.shield.zero_grad()
+
+    def _step_carefully(self, window: Window, skip: Tensor) -> None:
+        with self._bench.looking_at_update() as spoiled:
+            self._bench.shield.step_unless(skip)
+        if spoiled:
+            window.is_spoiled = True
+            skip.fill_(1.0)
+            self.latch.fill_(1.0)
 
     def post(self, window: Window, values: Tensor) -> None:
         """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
