@@ -700,3 +700,33 @@ def test_a_parameter_that_the_model_gives_out_collects_no_hooks() -> None:
         guard.backward(loss)
         guard.update()
     assert not model.scale._backward_hooks
+
+
+class Chatty(nn.Module):
+    """Some of its calls give nothing that a gradient could reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, quiet: bool = False) -> Tensor | None:
+        return None if quiet else torch.log(self.inp(x).relu().sum(-1))
+
+
+def test_calls_that_give_nothing_do_not_hide_the_one_that_does() -> None:
+    model = Chatty()
+    with torch.no_grad():
+        model.inp.weight.abs_()
+    guard = nanguard.Guard(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+    for place in range(5):
+        x = torch.rand(3, 4) + 0.1
+        x[1] = -1.0 if place == 3 else 1.0
+        with guard.autocast():
+            model(x, quiet=True)
+            loss = model(x).mean()
+            model(x, quiet=True)
+        guard.backward(loss)
+        guard.update()
+    diagnosis = guard.incidents[0].diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.capture, diagnosis.cause, diagnosis.op) == ("module", "log_of_zero", "log")

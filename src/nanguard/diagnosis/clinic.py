@@ -124,7 +124,10 @@ class Clinic:
         micros = [
             Microbatch(_call_again, call, call.rng, reduce_gradients=False, autocast=call.autocast)
             for call in window.calls
+            if call.gradients  # one that gave nothing to differentiate has no part in the loss
         ]
+        if not micros:
+            return None
         again = replace(window, rerunnable=True, divisor=1, microbatches=micros)
         scaler, self._bench.scaler = self._bench.scaler, None  # the captured gradients are scaled already
         try:
