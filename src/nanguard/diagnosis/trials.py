@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,8 +11,6 @@ from nanguard.diagnosis.batches import num_samples
 from nanguard.diagnosis.record import Diagnosis, Trial
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import Run
-
-log = logging.getLogger("nanguard")
 
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
