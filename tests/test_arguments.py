@@ -117,3 +117,29 @@ def test_scripted_modules_are_refused_by_name() -> None:
         model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"scripted modules \(torch\.jit\)"):
         nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: nanguard.diagnose(m, "loss", torch.ones(2, 3)), "needs a torch.nn.Module and a function"),
+        (lambda m: nanguard.diagnose(lambda model, batch: model, m, torch.ones(2, 3)), "needs a torch.nn.Module"),
+        (lambda m: nanguard.diagnose(m, lambda m, b: m(b).mean(), torch.ones(2, 3), depth="deep"), "'full' or 'brief'"),
+        (lambda m: nanguard.diagnose(m, lambda m, b: m(b), torch.ones(2, 3)), "a tensor with one element"),
+        (lambda m: nanguard.diagnose(m, lambda m, b: 3.0, torch.ones(2, 3)), "a tensor with one element, got float"),
+        (
+            lambda m: nanguard.diagnose(m, lambda m, b: m(b).mean(), torch.ones(2, 3), precision="int8"),
+            "precision must",
+        ),
+    ],
+)
+def test_what_cannot_be_examined_is_refused(call: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call(nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("diagnose", "yes"), ("capture", "all"), ("loss_scale", 1024)])
+def test_wrong_choices_about_examining_are_refused(name: str, value: Any) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        nanguard.Guard(model, torch.optim.AdamW(model.parameters()), **{name: value})

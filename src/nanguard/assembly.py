@@ -68,7 +68,8 @@ def assemble(
     _check_ema(ema)
     if loss_scale == "auto":
         loss_scale = LossScale()
-    _check_type("loss_scale", loss_scale, LossScale | None)
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise ValueError(f"loss_scale must be a LossScale, 'auto' or None, got {loss_scale!r}")
     device = optimizers[0].param_groups[0]["params"][0].device
     if device.type == "mps":
         raise ValueError("the model is on MPS, which has no float64 to sum norms in: use a CPU or a CUDA GPU")
@@ -215,11 +216,6 @@ def _check_scaling(model: nn.Module) -> None:
             f"{len(halves) - 1} more) cannot be unscaled without losing them: keep the parameters in fp32, "
             "model.float(), and let autocast run them in fp16; or turn scaling off, loss_scale=None"
         )
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}")
 
 
 def _check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:

@@ -133,7 +133,7 @@ class Bench:
 
         Returns the loss, detached and 0-dim.
         """
-        _check_loss(loss)
+        check_loss(loss)
         loss = loss if loss.ndim == 0 else loss.reshape(())
         seen = loss.detach()
         window.losses.append(seen)
@@ -253,7 +253,8 @@ class Bench:
         return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
+    """Raises ``ValueError`` for what has no backward pass."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise ValueError(f"the loss must be a tensor with one element, got {what}: return the loss, or (loss, aux)")

@@ -40,6 +40,13 @@ def diagnose(
     optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` where the step is finite:
     there is nothing to diagnose.
     """
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise ValueError(
+            "nanguard.diagnose(model, loss_fn, batch) needs a torch.nn.Module and a function of (model, batch), got "
+            f"{type(model).__name__} and {type(loss_fn).__name__}"
+        )
+    if depth not in ("full", "brief"):
+        raise ValueError(f"depth must be 'full' or 'brief', got {depth!r}")
     inner = unwrapped(model)
     bench = _bench(inner, optimizer, precision, loss_scale)
     window = Window(0, 0, None, True, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nanguard.bench import Bench
+from nanguard.bench import Bench, check_loss
 from nanguard.numerics.finite import nonfinite
 from nanguard.window import Window
 
@@ -91,6 +91,8 @@ class Rehearsal:
         with torch.autocast(bench.device.type, dtype=dtype, enabled=enabled), bench.precision.autocast():
             result = micro.loss_fn(bench.model, micro.fresh_batch())
         loss: Tensor = result[0] if isinstance(result, tuple) else result
+        if torch.is_grad_enabled():
+            check_loss(loss)
         return loss if loss.ndim == 0 else loss.reshape(())
 
 
