@@ -730,3 +730,30 @@ def test_calls_that_give_nothing_do_not_hide_the_one_that_does() -> None:
     diagnosis = guard.incidents[0].diagnosis
     assert diagnosis is not None
     assert (diagnosis.capture, diagnosis.cause, diagnosis.op) == ("module", "log_of_zero", "log")
+
+
+class Trap(nn.Module):
+    """An infinity that the forward pass drops: what is computed again in backward brings it back."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inp, self.use_reentrant = nn.Linear(1, 1, bias=False), use_reentrant
+
+    def bent(self, h: Tensor) -> Tensor:
+        return torch.where(h <= 0, torch.exp(h), 1 + h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.bent, self.inp(x), use_reentrant=self.use_reentrant)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_checkpointing_computes_again_is_still_the_forward_pass(use_reentrant: bool) -> None:
+    model = Trap(use_reentrant)
+    with torch.no_grad():
+        model.inp.weight.fill_(1.0)
+    x = torch.tensor([[0.5], [200.0], [-0.5]])
+    diagnosis = nanguard.diagnose(model, lambda model, x: model(x).mean(), x, precision="fp32")
+    assert diagnosis.source is not None
+    assert (diagnosis.phase, diagnosis.cause, diagnosis.op) == ("backward", "zero_times_inf", "exp")
+    assert "torch.where(h <= 0, torch.exp(h), 1 + h)" in diagnosis.source.text

@@ -137,7 +137,9 @@ def _was_discarded(trace: Trace, event: Event, ends: Sequence[Event]) -> bool:
     """Whether no non-finite value of it stayed in the forward pass, and none was made finite by anything but choice."""
     if any(end.note.phase == "forward" for end in ends):
         return False
-    line = {id(event)}
+    # Activation checkpointing computes a part again: the same op of the first time says how it went on.
+    same = (event.note.op, event.note.place, event.note.module)
+    line = {id(e) for e in trace.events if (e.note.op, e.note.place, e.note.module) == same} | {id(event)}
     for each in trace.events:
         if any(id(parent) in line for parent in each.parents) and each.note.phase == "forward":
             line.add(id(each))
