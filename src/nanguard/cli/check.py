@@ -1,0 +1,83 @@
+"""``nanguard check``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+EXAMPLES = (
+    "nanguard check runs/*.pt",
+    "nanguard check model.safetensors --allow '*.mask'",
+    "find . -name '*.ckpt' | nanguard check --quiet -",
+)
+
+
+def check(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="FILE", help="Files or folders; - takes their names from stdin.")
+    ],
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Accept non-finite values in tensors of this name.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="List every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each file.")] = False,
+) -> None:
+    """Say whether checkpoints are clean: which tensors hold NaN or Inf, and what else is odd about them.
+
+    Reads what torch.save, safetensors and torch.distributed.checkpoint write, and runs nothing that a file holds.
+
+    Ends with status 0 if all is clean, 1 if there are non-finite values, 2 if something could not be read.
+    """
+    from nanguard.checkpoint import checker, view
+
+    out, bar = Console(highlight=False), view.Bar(Console(stderr=True))
+    reports = []
+    for path in _listed_paths(paths):
+        try:
+            report = checker.check(path, allow=allow or (), progress=bar.tell)
+        finally:
+            bar.close()
+        reports.append(report)
+        if as_json:
+            continue
+        for file in report.files:
+            out.print(view.verdict(file, why=quiet), soft_wrap=True)
+            parts = [] if quiet else list(view.section(file, width=out.width, everything=everything))
+            for part in parts:
+                out.print(part, soft_wrap=isinstance(part, Text))
+            if parts:
+                out.print()
+        if report.passed_over and not quiet:
+            names = ", ".join(sorted({Path(name).name for name in report.passed_over}))
+            out.print(f"passed over: {view.printable(names)} (settings and random states)", markup=False, style="dim")
+    files = [file for report in reports for file in report.files]
+    status = max((report.status for report in reports), default=0)
+    if as_json:
+        told = [file.as_dict(everything=everything) for file in files]
+        passed_over = [path for report in reports for path in report.passed_over]
+        typer.echo(json.dumps({"schema": 1, "status": status, "files": told, "passed_over": passed_over}, indent=2))
+    elif len(files) > 1 and not quiet:
+        out.print(view.summary(files))
+    for pattern in allow or ():
+        if not any(fnmatchcase(name, pattern) for file in files for name in file.names):
+            typer.echo(f"--allow {pattern!r} matches no tensor", err=True)
+    raise typer.Exit(status)
+
+
+def _listed_paths(paths: list[str]) -> Iterator[str]:
+    """The paths, with those on stdin in the place of ``-``: one a line, or as ``find -print0`` writes them."""
+    for path in paths:
+        if path == "-":
+            listed = typer.get_binary_stream("stdin").read()
+            yield from (os.fsdecode(name) for name in listed.split(b"\0" if b"\0" in listed else b"\n") if name)
+        else:
+            yield path

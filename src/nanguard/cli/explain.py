@@ -1,0 +1,62 @@
+"""``nanguard explain``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nanguard.cli.speech import fail, printable
+
+EXAMPLES = (
+    "nanguard explain runs/a",
+    "nanguard explain runs/a/incidents/0001",
+    "nanguard explain runs/a --json",
+)
+
+
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, an incident of one, or its incident.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, without the data.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines of each.")] = False,
+) -> None:
+    """Say what happened in a step that was not finite: where it came from, why, and what to do about it.
+
+    Of a run all incidents are listed, the last one in full. Runs nothing that a file holds.
+
+    Ends with status 0, or 2 if something could not be read.
+    """
+    from nanguard.errors import BundleError
+    from nanguard.incident import explain as words
+    from nanguard.incident.reader import load
+
+    out = Console(highlight=False)
+    try:
+        paths, is_run = words.find(path)
+    except BundleError as error:
+        fail(str(error), as_json=as_json)
+    told, parts, troubles = [], [], []
+    for place in paths:
+        try:
+            bundle = load(place)
+            told.append(words.as_dict(bundle))
+            in_full = not brief and place == paths[-1] and not as_json
+            parts.append(words.long(bundle) if in_full else words.short(bundle))
+        except BundleError as error:
+            troubles.append(str(error))
+    if as_json:
+        report = {"schema": 1, "status": 2 if troubles else 0, "incidents": told, "troubles": troubles}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for part in parts:
+            out.print(part, markup=False, soft_wrap=True, end="\n\n" if len(parts) > 1 else "\n")
+        if not paths:
+            out.print(words.nothing_in(path), markup=False, soft_wrap=True)
+        elif is_run and len(paths) > 1:
+            out.print(words.hint(paths, path), markup=False, soft_wrap=True, style="dim")
+        for trouble in troubles:
+            typer.echo(printable(trouble), err=True)
+    raise typer.Exit(2 if troubles else 0)

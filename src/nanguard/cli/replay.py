@@ -1,0 +1,63 @@
+"""``nanguard replay``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nanguard.cli.speech import fail
+
+EXAMPLES = (
+    "nanguard replay runs/a/incidents/0001 --entry train:build",
+    "nanguard replay runs/a --entry path/to/train.py:build --pdb",
+)
+
+
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident, or a run: then its last one.")],
+    entry: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="What builds the model: pkg.module:build or file.py:build.")
+    ],
+    pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and goes to build(seed).")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Run a step that was not finite again, with the data, random states and precision it had.
+
+    build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn),
+    or a dict of these; loss_fn(model, batch) returns the loss. Weights are taken from the incident where it has them.
+
+    Ends with status 0 if the same was found (cause, op and module), 1 if not, 2 if it could not be run.
+    """
+    import sys
+
+    from nanguard.errors import NanguardError
+    from nanguard.incident import explain as words
+    from nanguard.incident import rerun
+    from nanguard.incident.entry import build
+    from nanguard.incident.stop import debug
+
+    out = Console(highlight=False)
+    try:
+        bundle = words.read(path)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            stage = rerun.prepare(bundle, build(entry, seed))
+            replayed = rerun.replay(stage)
+            if pdb and replayed.diagnosis is not None:
+                typer.echo(words.outcome(replayed, bundle), err=as_json)
+                if not debug(stage, replayed.diagnosis, lambda text: typer.echo(f"\n{text}", err=as_json)):
+                    typer.echo("there is no line of the program to stop at", err=True)
+    except NanguardError as error:
+        fail(str(error), as_json=as_json)
+    if as_json:
+        from nanguard.runlog import plain
+
+        typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
+    elif not pdb or replayed.diagnosis is None:
+        out.print(words.outcome(replayed, bundle), markup=False, soft_wrap=True)
+    raise typer.Exit(replayed.status)
