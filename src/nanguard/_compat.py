@@ -135,12 +135,18 @@ def reduce_anew(wrapper: DistributedDataParallel) -> None:
 # ---- what tracing needs ----------------------------------------------------------------------------------------------
 
 
+def storage_of(tensor: Tensor) -> Any:
+    """What a tensor lies in; itself where it has no such thing, as sparse ones."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return tensor
+
+
 def storage_key(tensor: Tensor) -> int:
     """The same for all views of a storage, as long as it lives."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(tensor)
+    storage = storage_of(tensor)
+    return id(tensor) if storage is tensor else int(storage._cdata)
 
 
 def storage_size(tensor: Tensor) -> int:

@@ -56,6 +56,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._save = save
         self._plans: dict[Any, Plan] = {}
         self._leaves: dict[int, Leaf] = {}
+        self._held: list[Any] = []
         self._watched: dict[int, str] = {}
         self._made: dict[int, Note] = {}
         self._bad: dict[int, tuple[Event, ...]] = {}
@@ -69,6 +70,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = _compat.storage_key(tensor)
         leaf = Leaf(name, roots, look(tensor), owner)
         self._leaves[key] = leaf
+        self._held.append(_compat.storage_of(tensor))  # a program may replace it, and its memory be used again
         self._made.pop(key, None)
         if watched:
             self._watched[key] = name
