@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types tests bench clean
+.PHONY: demo test lint types tests bench docs clean
 
 demo: $(READY)
 	$(BIN)/nanguard demo
@@ -12,18 +12,23 @@ demo: $(READY)
 test: lint types tests
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs/hooks.py docs/causes/panels.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py docs/causes/panels.py
 
 types: $(READY)
 	$(BIN)/mypy
 
 tests: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # On a machine with an NVIDIA GPU.
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+
+# The documentation as a site, in site/. The message that is turned off is about a successor of the theme.
+docs: $(READY)
+	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # torch comes first and alone: any package that asks for torch before it is there may bring another build of it.
 $(READY): pyproject.toml constraints.txt
@@ -34,4 +39,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs site

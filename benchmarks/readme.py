@@ -1,6 +1,6 @@
-"""Puts the newest measured overhead and recovery into the README's tables: python benchmarks/readme.py
+"""Puts the newest measured overhead and recovery into tables of the README and the docs: python benchmarks/readme.py
 
-The README's numbers come from nowhere else; a test holds them to the result files.
+Their numbers come from nowhere else; tests hold them to the result files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "comparison.md")
 MARKED = re.compile(r"(<!-- overhead:begin -->\n).*?(<!-- overhead:end -->)", re.DOTALL)
 RECOVERY = re.compile(r"(<!-- recovery:begin -->\n).*?(<!-- recovery:end -->)", re.DOTALL)
 
@@ -81,5 +81,6 @@ if __name__ == "__main__":
     results = newest()
     if not results:
         raise SystemExit(f"no results in {RESULTS}")
-    README.write_text(filled(README.read_text(), results))
-    print(f"README.md now shows {len(results)} results of {results[-1]['date']}")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), results))
+        print(f"{page.relative_to(ROOT)} now shows {len(results)} results of {results[-1]['date']}")

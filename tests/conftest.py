@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
+
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are all here, and names of hosts may lead elsewhere
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

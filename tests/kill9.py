@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -102,14 +103,15 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
                 os._exit(1)
         os.close(writer)
         pipe = os.fdopen(reader)
-        pipe.readline()
+        if not select.select([pipe], [], [], 120)[0]:  # a forked process may wait for a lock for ever
+            troubles.append(f"kill {number}: the child never began")
         time.sleep(dice.uniform(0, 3 * cycle_s))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
             troubles.append(f"kill {number}: the child ended by itself")
         with pipe:
-            reports = [line.split() for line in pipe.read().splitlines()]
+            reports = [line.split() for line in pipe.read().splitlines() if line != "ready"]
         if reports:
             confirmed = (int(reports[-1][0]), int(reports[-1][1]))
             cycle_s = 0.8 * cycle_s + 0.2 * float(reports[-1][2])

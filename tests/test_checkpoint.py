@@ -201,7 +201,7 @@ def test_shards_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [process.communicate()[1] for process in both]
+    said = [process.communicate(timeout=300)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     file = only(check(tmp_path / "dcp"))
     assert found(file) == {"weight": (1, 3, 0)}
@@ -778,7 +778,7 @@ def test_status(names: list[str], status: int, shelf: Path) -> None:
 def test_as_a_process_it_ends_with_the_same_status(shelf: Path) -> None:
     def status(*names: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "nanguard", "check", *names]
-        done = subprocess.run(command, cwd=shelf, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=shelf, capture_output=True, text=True, check=False, timeout=300)
         assert "Traceback" not in done.stderr
         return done.returncode, done.stdout
 

@@ -437,8 +437,13 @@ class TestWhatItSays:
                 for batch in guard.epoch(poisoned(make_batches(4), 2)):
                     guard.step(loss_fn, batch)
         lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
-        assert [line["event"] for line in lines] == ["run", "overflow", "incident", "end"]
-        assert lines[0]["schema"] == 1
+        assert [line["event"] for line in lines] == [
+            *("run", "step", "step", "overflow", "step", "incident", "step", "end")
+        ]
+        assert [line["step"] for line in lines if line["event"] == "step"] == [0, 1, 2, 3]
+        assert [line.get("skipped", False) for line in lines if line["event"] == "step"] == [False, True, True, False]
+        lines = [line for line in lines if line["event"] != "step"]
+        assert lines[0]["schema"] == 2
         assert lines[0]["policy"]["ladder"][0] == {"rung": "Skip", "times": 3, "per": 100, "when": "any"}
         assert lines[0]["policy"]["max_norm"] == 5.0
         assert lines[1]["scale"] == 65536.0

@@ -20,6 +20,8 @@ LAYERS = [
         "checkpoint.findings",
         "checkpoint.standins",
         "checkpoint.values",
+        "checkup.record",
+        "demo.gpt",
         "diagnosis.batches",
         "diagnosis.look",
         "divergence",
@@ -27,7 +29,10 @@ LAYERS = [
         "incident.surroundings",
         "mailbox",
         "naming",
+        "printable",
+        "rebuild",
         "report.diagnosis",
+        "report.sparkline",
         "rng",
         "runlog",
         "schedule",
@@ -41,7 +46,11 @@ LAYERS = [
         "capture",
         "checkpoint.source",
         "checkpoint.view",
+        "checkup.machine",
+        "checkup.script",
+        "checkup.view",
         "data",
+        "demo.text",
         "diagnosis.plans",
         "diagnosis.record",
         "incident.entry",
@@ -56,6 +65,8 @@ LAYERS = [
     },
     {
         "checkpoint.torchfile",
+        "checkup.amp",
+        "checkup.losses",
         "diagnosis.evidence",
         "diagnosis.remedies",
         "diagnosis.slicing",
@@ -72,6 +83,7 @@ LAYERS = [
     {
         "agree",
         "checkpoint.distributed",
+        "checkup.loop",
         "diagnosis.authorship",
         "diagnosis.hooks",
         "diagnosis.provenance",
@@ -80,18 +92,22 @@ LAYERS = [
         "ladder",
         "precision",
         "report.panel",
+        "runs",
         "salvage",
     },
     {
         "checkpoint.checker",
+        "checkup.rules",
         "diagnosis.ancestry",
         "diagnosis.trace",
+        "follow",
         "incident.explain",
         "journal",
         "measure",
         "policy",
+        "report.glance",
     },
-    {"clipper", "diagnosis.blame", "window"},
+    {"clipper", "diagnosis.blame", "report.watch", "window"},
     {"bench", "diagnosis.causes"},
     {"assembly", "diagnosis.inventory", "recovery.measures", "recovery.rehearsal", "snapshot.world"},
     {"diagnosis.watched", "recovery.culprit", "snapshot.keeper"},
@@ -106,7 +122,8 @@ LAYERS = [
     {"eager", "late"},
     {"steps"},
     {"guard"},
-    {"demo"},
+    {"demo.training"},
+    {"demo.show"},
     {"cli"},
     {"__main__"},
 ]
@@ -185,6 +202,7 @@ def test_the_public_names_are_these() -> None:
         "ZScore",
         "__version__",
         "diagnose",
+        "read_run",
     ]
     assert all(hasattr(nanguard, name) for name in nanguard.__all__)
     assert dir(nanguard) == nanguard.__all__
@@ -197,7 +215,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_package_itself_imports_nothing_heavy() -> None:
     code = "import sys, nanguard; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout.strip() == "False", done.stderr
 
 
@@ -206,7 +224,9 @@ def test_importing_the_library_needs_torch_alone() -> None:
         "import sys; sys.modules.update(rich=None, typer=None, numpy=None); import nanguard.guard, nanguard.testing; "
         "print(nanguard.__version__)"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.stdout.strip() == nanguard.__version__, done.stderr
 
 

@@ -530,7 +530,7 @@ def test_a_process_killed_while_writing_leaves_nothing_of_that_name(tmp_path: Pa
     )
     for module, name in (("files", "flush"), ("files", "sync"), ("files", "write_tensors")):
         command = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parent), str(tmp_path), module, name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 9, done.stderr
         assert folders(tmp_path) == []
     left = list((tmp_path / "incidents").iterdir())

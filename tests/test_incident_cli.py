@@ -626,6 +626,7 @@ def test_all_of_it_in_a_process_of_its_own(program: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
+            timeout=300,
         )
 
     done = replayed(f"{program.stem}:build", "--pdb")

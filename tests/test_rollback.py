@@ -141,7 +141,8 @@ def loader_of(kind: str) -> Any:
     if kind == "generator":
         return DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
     if kind == "workers":
-        return DataLoader(data, batch_size=8, shuffle=True, num_workers=2)
+        # Not forked: this process has threads, whose locks a forked one would find taken for ever.
+        return DataLoader(data, batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="spawn")
     if kind == "stream":
         return DataLoader(Stream(), batch_size=8)
     if kind == "distributed":
@@ -269,7 +270,7 @@ def test_a_killed_run_goes_on_in_another_process_and_ends_as_if_it_had_not_been(
     def start(name: str, kill_at: int) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).mkdir(exist_ok=True)
         command = [sys.executable, str(program), str(tmp_path / name), str(kill_at)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
     whole = start("whole", -1)
     assert whole.returncode == 0, whole.stderr

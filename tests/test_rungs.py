@@ -38,7 +38,9 @@ def climb(guard: Guard) -> list[str]:
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+    """What happened besides steps."""
+    lines = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] != "step"]
 
 
 class Attention(nn.Module):

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanguard.autopilot.entry import install
     from nanguard.diagnosis.record import Diagnosis
     from nanguard.diagnosis.standalone import diagnose
     from nanguard.divergence import Divergence
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from nanguard.numerics.clip import AGC, ZScore
     from nanguard.policy import Policy
     from nanguard.precision import LossScale
+    from nanguard.runs import read_run
     from nanguard.snapshot.options import Snapshots
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "ZScore",
     "__version__",
     "diagnose",
+    "install",
+    "read_run",
 ]
 
 __version__ = "0.1.0"
@@ -58,6 +62,8 @@ _HOME = {
     "Snapshots": "snapshot.options",
     "ZScore": "numerics.clip",
     "diagnose": "diagnosis.standalone",
+    "install": "autopilot.entry",
+    "read_run": "runs",
 }
 
 

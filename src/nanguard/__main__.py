@@ -1,5 +1,5 @@
 """``python -m nanguard``."""
 
-from nanguard.cli import app
+from nanguard.cli import main
 
-app(prog_name="nanguard")
+main()

@@ -63,6 +63,12 @@ def raise_if_nonfinite_(flag: Tensor, values: Tensor, one: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, one)
 
 
+def scale_of(scaler: Any) -> Tensor | None:
+    """The scale of a GradScaler, on its device; None before its first use. ``get_scale()`` would sync."""
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    return scale
+
+
 def update_scale_(
     scale: Tensor, tracker: Tensor, found_inf: Tensor, *, growth: float, backoff: float, interval: int
 ) -> None:

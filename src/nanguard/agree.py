@@ -32,13 +32,24 @@ class Ranks:
     (On gloo the reduction itself waits for the other ranks, as every gloo collective does.)
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        alone: bool = False,
+        averaged: bool = False,
+    ) -> None:
+        """``alone`` asks no other rank; ``averaged`` says that gradients come here as all ranks have them."""
+        is_distributed = dist.is_available() and dist.is_initialized()
+        together = is_distributed and not alone and dist.get_world_size(group) > 1
         self._group = group
         self.size = dist.get_world_size(group) if together else 1
         self.rank = dist.get_rank(group) if together else 0
         self.votes = _COLUMNS * self.size if together else 0
         self._own = torch.zeros((), device=device)
+        self._shows_own = _LOSS if averaged else _GRADIENTS
         self._sees_own = together and isinstance(model, DistributedDataParallel) and self._watch_buckets(model)
 
     def vote(self, loss: Tensor, buffers: Tensor, gradients: Tensor) -> Tensor:
@@ -49,7 +60,7 @@ class Ranks:
         for column, measured in ((_LOSS, loss), (_GRADIENTS, gradients), (_BUFFERS, buffers)):
             if len(measured):
                 raise_flag_(row[column], measured)
-        row[_OWN].copy_(self._own if self._sees_own else row[_GRADIENTS])
+        row[_OWN].copy_(self._own if self._sees_own else row[self._shows_own])
         row[_VALUE].copy_(torch.nan_to_num(loss[0], posinf=math.inf, neginf=-math.inf))
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return votes

@@ -6,8 +6,9 @@ Each error names the value and what is accepted.
 from __future__ import annotations
 
 import logging
+import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard import _compat
+from nanguard import __version__, _compat
 from nanguard.agree import Ranks
 from nanguard.bench import Bench
 from nanguard.clipper import Clip, Clipper
@@ -56,12 +57,19 @@ def assemble(
     loss_scale: LossScale | str | None,
     run_dir: str | Path | None,
     process_group: dist.ProcessGroup | None,
+    shield: Shield | None = None,
+    ranks: Ranks | None = None,
+    journal: Journal | None = None,
 ) -> Bench:
-    """The parts of a guarded step; raises ``ValueError`` for what cannot be guarded."""
+    """The parts of a guarded step; raises ``ValueError`` for what cannot be guarded.
+
+    Whoever drives optimizers in another way than ``Guard`` brings a ``shield``, ``ranks`` and ``journal`` of its own.
+    """
     optimizers: tuple[Optimizer, ...] = _several(optimizer)
     schedulers: tuple[LRScheduler, ...] = _several(scheduler)
     _check_model(model)
-    check_optimizers(optimizers, model)
+    if shield is None:
+        check_optimizers(optimizers, model)
     check_schedulers(schedulers, optimizers)
     _check_choice("schedule_per", schedule_per, ("step", "epoch"))
     _check_accumulation(model, accumulate, drop_bad_microbatches)
@@ -78,9 +86,9 @@ def assemble(
     if scales:
         _check_scaling(model)
 
-    shield = Shield(optimizers)
+    shield = shield or Shield(optimizers)
     clipper = Clipper(clip, max_norm, device)
-    ranks = Ranks(model, device, process_group)
+    ranks = ranks or Ranks(model, device, process_group)
     buffers = Undo(device)
     buffers.watch_buffers(unwrapped(model))
     return Bench(
@@ -100,7 +108,7 @@ def assemble(
         ema=ema,
         islands=Islands(model, device.type),
         dice=Dice(device),
-        journal=Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
+        journal=journal or Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
         names=names_of(model),
         modules=list(model.modules()),
     )
@@ -121,8 +129,13 @@ def choose_sync(sync: str, bench: Bench) -> str:
     return sync
 
 
-def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
-    """Says once how the run is guarded, and what would make it better."""
+def introduce(
+    bench: Bench, *, asked_precision: str, sync: str, program: Mapping[str, Any] | None = None, joins: bool = False
+) -> None:
+    """Says once how the run is guarded, and what would make it better.
+
+    ``program`` is what runs it, where that is known; with ``joins`` the run has begun already, with other optimizers.
+    """
     how = "no sync a step" if sync == "late" else "one sync a step"
     name = bench.precision.name
     log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, bench.device, how)
@@ -133,16 +146,37 @@ def introduce(bench: Bench, *, asked_precision: str, sync: str) -> None:
         level = logging.INFO if bench.device.type == "cpu" else logging.WARNING
         log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", " and ".join(slow))
     bench.journal.begin(
+        "optimizer" if joins else "run",
+        nanguard=__version__,
         torch=torch.__version__,
         python=platform.python_version(),
+        host=platform.node(),
+        pid=os.getpid(),
         device=str(bench.device),
         precision=name,
         sync=sync,
         ranks=bench.ranks.size,
         optimizers=[type(optimizer).__name__ for optimizer in bench.shield.optimizers],
+        groups=_names_of_norms(bench),
         policy=describe(bench.policy),
         parameters=sum(p.numel() for p in bench.model.parameters()),
+        **(program or {}),
     )
+
+
+def _names_of_norms(bench: Bench) -> list[str]:
+    """One for each norm that is measured: a parameter group, or all of them together."""
+    if bench.clipper.together:
+        return ["all parameters"]
+    names = []
+    for place, optimizer in enumerate(bench.shield.optimizers):
+        kind = type(optimizer).__name__
+        same = [type(other).__name__ for other in bench.shield.optimizers].count(kind)
+        whose = f"{kind} {place}" if same > 1 else kind
+        for number, group in enumerate(optimizer.param_groups):
+            given = group.get("name")
+            names.append(given if isinstance(given, str) and given else f"{whose} group {number}")
+    return names if len(names) > 1 else ["all parameters"]
 
 
 def describe(policy: Policy) -> dict[str, Any]:

@@ -180,7 +180,8 @@ class Bench:
             batch=window.batch,
             loss=reply.loss,
             mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
-            norms=reply.norms,
+            norms=reply.norms if self.scaler is None else self.scaler.in_true_size(reply.norms, reply.scale),
+            lrs=window.lrs,
             scale=None if self.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
         )
@@ -244,7 +245,7 @@ class Bench:
     def clear(self) -> None:
         """Leaves nothing of a step that was not finished."""
         self.buffers.undo_()
-        self.shield.zero_grad()
+        self.shield.end_step()
         self.window = None
 
     def name(self, param: Tensor) -> str:

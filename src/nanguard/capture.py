@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.diagnosis.source import Place, calling_line
 from nanguard.rng import RngState
 
 _MOST_CALLS = 16
@@ -22,7 +23,10 @@ _LARGEST_GRADIENT = 32 << 20
 
 @dataclass(slots=True)
 class Call:
-    """One call of the model. ``gradients`` are those of its outputs, None where there was none or it is too large."""
+    """One call of the model, or of one ``module`` of several that train together.
+
+    ``gradients`` are those of its outputs, None where there was none or it is too large. ``place`` is the line of it.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -30,10 +34,18 @@ class Call:
     autocast: tuple[bool, torch.dtype]
     gradients: list[Tensor | None] = field(default_factory=list)
     misses_gradients: bool = False
+    module: nn.Module | None = None
+    place: Place | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any reached its outputs."""
+        return any(gradient is not None for gradient in self.gradients)
 
     def again(self, model: nn.Module) -> Tensor:
         """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
-        outputs = list(_outputs(model(*self.args, **self.kwargs)))
+        args, kwargs = _cut_off(self.args), _cut_off(self.kwargs)
+        outputs = list(_outputs((self.module or model)(*args, **kwargs)))
         forward_is_bad = any(not bool(torch.isfinite(output.detach()).all()) for output in outputs)
         parts = []
         for place, output in enumerate(outputs):
@@ -67,7 +79,7 @@ class Ear:
         if len(calls) >= _MOST_CALLS:
             del calls[0]
         mode = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
-        calls.append(Call(args, kwargs, self._note(), mode))
+        calls.append(Call(args, kwargs, self._note(), mode, place=calling_line()))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._opens()
@@ -105,6 +117,17 @@ class _Saver:
 
     def __call__(self, gradient: Tensor) -> None:
         self._into[self._place] = gradient
+
+
+def _cut_off(tree: Any) -> Any:
+    """With tensors that other modules have made as if they were given: their graph has been freed."""
+    if isinstance(tree, Tensor):
+        return tree if tree.is_leaf else tree.detach().requires_grad_()
+    if type(tree) is dict:
+        return {key: _cut_off(child) for key, child in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_cut_off, tree))
+    return tree
 
 
 def _outputs(tree: Any) -> Iterator[Tensor]:

@@ -170,7 +170,7 @@ class Data:
         ``rng`` is to be restored there, whatever the rest of the loop's body draws. Returns in words what will happen.
         """
         if self.current is None or mark is None:
-            return "the data go on as your loop has them: iterate over guard.epoch(loader) to have them put back too"
+            return "the data go on as your loop has them"
         now = (self.current.number, self.current.position)
         then = (mark["number"], mark["position"])
         there = next((walk for walk in self.passes if walk.number == mark["number"]), None)

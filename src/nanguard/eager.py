@@ -49,6 +49,7 @@ class Eager:
 
     def finish(self, window: Window) -> None:
         bench = self._bench
+        window.lrs = bench.schedule.known_rates
         groups = bench.gather(window)
         reply = self._ask(window, groups)
         verdict = bench.judge(bench.read(window, reply))
@@ -82,7 +83,7 @@ class Eager:
         bench.schedule.tick()
         if bench.scaler is not None:
             bench.scaler.update_(self._good)
-        bench.shield.zero_grad()
+        bench.shield.end_step()
         self._unwatched.append((window, verdict.reading))
         bench.journal.record(Outcome(verdict=verdict, action=action, applied=True))
 
@@ -92,7 +93,7 @@ class Eager:
         bench.buffers.undo_()
         if bench.scaler is not None:
             bench.scaler.update_(self._bad)
-        bench.shield.zero_grad()
+        bench.shield.end_step()
         if verdict.kind == "overflow":
             self._climber.back_off(verdict.reading.step)
             bench.journal.record(Outcome(verdict=verdict, action=Action(response="back_off"), applied=False))

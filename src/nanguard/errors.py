@@ -4,7 +4,11 @@
     ├── NonFiniteError    the policy ran out of patience: training halts, nothing is corrupted
     ├── ProtocolError     the guard's calls came in an order that makes no sense
     ├── BundleError       a folder is no incident that nanguard wrote, or not all of one
-    └── ReplayError       a step that was kept could not be run again
+    ├── RunLogError       a file is no run log that nanguard wrote, or cannot be read
+    ├── LaunchError       a program that nanguard is to run cannot be found
+    ├── ReplayError       a step that was kept could not be run again
+    ├── ReportError       a report could not be made or written
+    └── ScriptError       a program could not be read, to look at it
 
 A bad argument is a plain ``ValueError`` that names the value and what is accepted.
 """
@@ -44,5 +48,21 @@ class BundleError(NanguardError, ValueError):
     """Something is no incident that nanguard wrote, or not all of one. The message says what, where and why."""
 
 
+class RunLogError(NanguardError, ValueError):
+    """Something is no run log that nanguard wrote, or cannot be read. The message says what, where and why."""
+
+
+class LaunchError(NanguardError):
+    """There is no such program to run. The message says what was looked for."""
+
+
 class ReplayError(NanguardError):
     """A step could not be run again. The message says why, and what to do."""
+
+
+class ReportError(NanguardError):
+    """A report could not be made or written. The message says why, and what to do."""
+
+
+class ScriptError(NanguardError, ValueError):
+    """A program could not be read or parsed. The message says why."""

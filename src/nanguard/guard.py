@@ -267,6 +267,12 @@ class Guard:
         counts = ", ".join(f"{name}={number}" for name, number in self.counts.items())
         return f"Guard(precision={self.precision!r}, sync={self.sync!r}, {counts})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Does not sync: as far as the host has heard."""
+        from nanguard.report.notebook import guard_html
+
+        return guard_html(self)
+
     # ---- precision of single modules -----------------------------------------------------------------------------
 
     def keep_fp32(self, *names: str) -> tuple[str, ...]:

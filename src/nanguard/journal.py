@@ -24,26 +24,38 @@ _COUNTED = {
     "halt": "halted",
 }
 
+_A_ROW = 3
+"""So many incidents of one kind on neighbouring steps are told in a line, and longer rows only now and then."""
+
 
 class Journal:
-    """Written to once for each step the host has heard of. Only one rank ``speaks`` and has a ``run_dir``."""
+    """Written to once for each step the host has heard of. Only one rank ``speaks`` and has a ``run_dir``.
 
-    def __init__(self, run_dir: str | Path | None, *, speaks: bool) -> None:
+    ``optimizer`` is the name that each line of the run log gets where several guards write to one.
+    """
+
+    def __init__(self, run_dir: str | Path | None, *, speaks: bool, optimizer: str = "") -> None:
         self.history: list[Outcome] = []
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None
         self.trend = Trend()
         self.recent: deque[Reading] = deque(maxlen=64)
+        self.family: list[Journal] = [self]
         self._speaks = speaks
-        self._log = RunLog(run_dir) if run_dir is not None else None
+        self._log = RunLog(run_dir, optimizer=optimizer) if run_dir is not None else None
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
         return tuple(Incident(number=i, outcome=outcome) for i, outcome in enumerate(self.history, start=1))
 
-    def begin(self, **header: Any) -> None:
+    @property
+    def next_number(self) -> int:
+        """That the next incident will get; ``family`` are the journals of guards that share a run."""
+        return 1 + sum(len(journal.history) for journal in self.family)
+
+    def begin(self, event: str = "run", **header: Any) -> None:
         if self._log is not None:
-            self._log.write("run", schema=SCHEMA, **header)
+            self._log.write(event, schema=SCHEMA, **header)
 
     def record(self, outcome: Outcome) -> None:
         """Counts, remembers, logs; raises ``NonFiniteError`` where the policy says to halt."""
@@ -53,15 +65,23 @@ class Journal:
             self.counts["applied" if outcome.applied else _COUNTED[response]] += 1
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost
+        if self._log is not None:
+            self._write_step(self._log, reading, skipped=not outcome.applied)
         if response == "back_off":
             self._note_overflow(outcome)
         elif response != "apply" or reading.dropped_microbatches:
             self.remember(outcome)
 
+    def sit_out(self, reading: Reading) -> None:
+        """A step that was left out for the sake of another optimizer's, which says why."""
+        self.counts["skipped"] += 1
+        if self._log is not None:
+            self._write_step(self._log, reading, skipped=True)
+
     def remember(self, outcome: Outcome) -> None:
         """What had to be answered, whether its step has been counted already or not."""
+        incident = Incident(number=self.next_number, outcome=outcome)
         self.history.append(outcome)
-        incident = Incident(number=len(self.history), outcome=outcome)
         if outcome.action.response == "roll_back":
             self.counts["rolled_back"] += 1
         self._tell(incident)
@@ -79,6 +99,23 @@ class Journal:
         if self._log is not None:
             self._log.write(event, **fields)
 
+    def _write_step(self, runlog: RunLog, reading: Reading, *, skipped: bool) -> None:
+        """A log that cannot be written is given up; it never stops a run."""
+        try:
+            runlog.write_step(
+                step=reading.step,
+                epoch=reading.epoch,
+                batch=reading.batch,
+                loss=reading.loss,
+                norms=reading.norms,
+                lrs=reading.lrs,
+                scale=reading.scale,
+                skipped=skipped,
+            )
+        except Exception:
+            self._log = None
+            log.exception("step %d cannot be written to the run log: the run goes on without it", reading.step)
+
     def _tell(self, incident: Incident) -> None:
         """Into the run log and the terminal. A fault in the telling is logged and never stops a run that is safe."""
         response = incident.outcome.action.response
@@ -86,24 +123,27 @@ class Journal:
             path = None
             if self._log is not None:
                 event = "drop" if response in ("apply", "drop_gradients") else "incident"
-                self._log.write(event, number=incident.number, **incident.outcome.as_dict())
+                self._log.write_incident(event, number=incident.number, **incident.outcome.as_dict())
                 path = str(self._log.path)
             if self._speaks and response != "halt":  # a halt says all this in its error
-                log.warning("%s", panel(incident, path, again=self._is_the_same_again()))
+                in_a_row = self._in_a_row()
+                level = logging.WARNING if in_a_row < _A_ROW or _is_round(in_a_row) else logging.INFO
+                log.log(level, "%s", panel(incident, path, in_a_row=in_a_row if in_a_row >= _A_ROW else 1))
         except Exception:
             log.exception("step %d: %s, which could not be described", incident.reading.step, response)
 
-    def _is_the_same_again(self) -> bool:
-        """Whether the last three incidents are skips of neighbouring steps for one reason: a bad shard is long."""
-        if len(self.history) < 3:
-            return False
-        skips = [past.action.response == "skip" and past.action.rung for past in self.history[-3:]]
-        steps = [past.verdict.reading.step for past in self.history[-3:]]
-        causes = {past.verdict.cause for past in self.history[-3:]}
-        return skips[0] is not False and len(set(skips)) == len(causes) == 1 and steps[2] - steps[0] == 2
+    def _in_a_row(self) -> int:
+        """How many of the last incidents are skips of neighbouring steps for one reason: a bad shard is long."""
+        number, later = 1, self.history[-1]
+        for past in reversed(self.history[:-1]):
+            if not _are_alike(past, later):
+                break
+            number, later = number + 1, past
+        return number
 
     def close(self, *, steps: int) -> None:
         if self._log is not None:
+            self._log.close()
             self._log.write("end", steps=steps, counts=dict(self.counts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,3 +166,17 @@ class Journal:
                 reading.step,
                 reading.scale,
             )
+
+
+def _are_alike(one: Outcome, next_one: Outcome) -> bool:
+    """Whether two neighbouring steps were skipped for the same reason."""
+    skips = one.action.response == next_one.action.response == "skip" and one.action.rung == next_one.action.rung
+    neighbours = next_one.verdict.reading.step - one.verdict.reading.step == 1
+    return skips and neighbours and one.verdict.cause == next_one.verdict.cause
+
+
+def _is_round(number: int) -> bool:
+    """3, 10, 30, 100, 300, ..."""
+    while number % 10 == 0:
+        number //= 10
+    return number in (1, 3)

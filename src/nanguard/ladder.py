@@ -130,13 +130,14 @@ class Rollback:
     ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
     for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
     the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may
-    do itself.
+    do itself. ``when="damage"`` answers nothing else either: weights, buffers or moments that are non-finite already.
     """
 
     steps: int = 1
     skip_batches: int | Literal["failed"] = 0
     lr: float = 1.0
     raise_precision: bool = False
+    when: Literal["any", "damage"] = "any"
     times: int | None = 3
     per: Span = "run"
 
@@ -145,13 +146,14 @@ class Rollback:
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
         _check_count("steps", self.steps)
+        _check("when", self.when, self.when in ("any", "damage"), "'any' or 'damage'")
         if self.skip_batches != "failed":
             is_count = type(self.skip_batches) is int and self.skip_batches >= 0
             _check("skip_batches", self.skip_batches, is_count, "a whole number, 0 or more, or 'failed'")
         _check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
 
     def refuses(self, verdict: Verdict) -> str:
-        if self.raise_precision and verdict.kind != "damage":
+        if (self.raise_precision or self.when == "damage") and verdict.kind != "damage":
             return "the state is not damaged"
         if self.raise_precision and not verdict.means.lower_precision:
             return "all is in fp32"

@@ -119,7 +119,7 @@ class Late:
         bench.clipper.remember_(skip)
         if bench.scaler is not None:
             bench.scaler.update_(skip, frozen=latched_before)
-        bench.shield.zero_grad()
+        bench.shield.end_step()
 
     def _step_carefully(self, window: Window, skip: Tensor) -> None:
         with self._bench.looking_at_update() as spoiled:
@@ -132,6 +132,7 @@ class Late:
     def post(self, window: Window, values: Tensor) -> None:
         """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
         window.letter = self._mailbox.post(values)
+        window.lrs = self._bench.schedule.known_rates
         self._in_flight.append(window)
         self._bench.schedule.tick()
 

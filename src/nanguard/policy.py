@@ -232,6 +232,11 @@ def _pretrain(
     return Policy(ladder, divergence=Divergence(needs_proof=False), max_norm=1.0)
 
 
+def recipe_names() -> tuple[str, ...]:
+    """What ``Policy.recipe`` accepts."""
+    return tuple(_RECIPES)
+
+
 _RECIPES: dict[str, Callable[..., Policy]] = {
     "default": _default,
     "speechbrain": _speechbrain,

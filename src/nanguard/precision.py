@@ -86,6 +86,10 @@ class Scaler:
     def unscale_(self, grads: Sequence[Tensor]) -> None:
         clip.scale_(grads, self.scale.double().reciprocal().float())
 
+    def in_true_size(self, norms: tuple[float, ...], scale: float) -> tuple[float, ...]:
+        """Of gradients as they were measured; they have been unscaled by then."""
+        return norms
+
     def update_(self, bad: Tensor, frozen: Tensor | None = None) -> None:
         """Grows or backs off by ``bad`` (0 or 1); where ``frozen`` is 1 everything stays as it is."""
         before = (self.scale.clone(), self._tracker.clone()) if frozen is not None else None

@@ -48,6 +48,7 @@ class Reading:
     ``found`` says what was non-finite, on this rank or any other: it is the same on all of them. ``gradients`` and
     ``buffers`` name what was so on this rank; ``ranks`` are those that saw something of their own.
     ``norms`` are gradient norms before clipping, one for each parameter group (a single one with ``clip="global"``).
+    ``lrs`` are the learning rates it was made with, one for each parameter group, None where only the device knows it.
     ``mean_loss`` is the mean over ranks. ``damaged`` names what was non-finite before the step, on this rank.
     """
 
@@ -57,6 +58,7 @@ class Reading:
     loss: float
     mean_loss: float = math.nan
     norms: tuple[float, ...] = ()
+    lrs: tuple[float | None, ...] = ()
     scale: float | None = None
     found: tuple[Found, ...] = ()
     gradients: tuple[str, ...] = ()

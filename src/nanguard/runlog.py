@@ -1,9 +1,9 @@
-"""The run log: ``run_dir/run.jsonl``, one JSON object a line, versioned.
+"""Writes the run log: ``run_dir/run.jsonl``, one JSON object a line, versioned. ``runs.read_run`` reads it.
 
-Every line has ``event``. The first is ``run`` (schema version, versions, device, precision, policy); then come
-``incident`` (what was found, the rung that was taken, what it did, why the ones below were passed), ``overflow`` (a
-routine fp16 back-off), ``drop`` (a micro-batch or gradient left out), ``eased`` (a measure taken back), ``roll_back``
-(by hand), and ``end``.
+Every line has ``event`` and ``time``. ``run`` comes first (schema, versions, device, precision, policy); then come
+``step`` (loss, norms, learning rates, loss scale), ``incident`` (what was found, the rung that was taken, what it did,
+why the ones below were passed), ``overflow`` (a routine fp16 back-off), ``drop`` (a micro-batch or gradient left out),
+``eased`` (a measure taken back), ``roll_back`` (by hand), and ``end``.
 JSON has no NaN or Inf, so these floats are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 
@@ -12,33 +12,199 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+
+EVERY_STEP_UNTIL = 8192
+"""Of later steps fewer and fewer are written."""
+
+AROUND = 64
+"""How many steps before and after an incident are written, all of them."""
+
+_MOST_SURROUNDED = 500
+"""After so many incidents their neighbours are no longer written: a log must stay small on a bad day too."""
+
+_LONGEST_GAP = 60.0
+"""Seconds after which a step is written whatever its number, so that a slow run is seen to be alive."""
+
+_SECONDS_UNWRITTEN = 1.0
+_LINES_UNWRITTEN = 512
+_SKIPPED = ',"skipped":true'
 
 log = logging.getLogger("nanguard")
 
+StepFacts = tuple[float, int, int, int | None, float, Sequence[float], Sequence[float | None], float | None, bool]
+
+
+def stride(step: int) -> int:
+    """Of the steps around this one, one in how many is written: a power of two that grows with the run."""
+    return 1 << (step // EVERY_STEP_UNTIL).bit_length()
+
 
 class RunLog:
-    """Appends events, each flushed as one line. A disk that fails stops the log, with a warning, never the run."""
+    """Appends events. A disk that fails stops the log, with a warning, never the run.
 
-    def __init__(self, run_dir: str | Path) -> None:
+    Steps are gathered and written about once a second, anything else at once. What is left is written when the log is
+    let go of or the interpreter ends; a forked process does not write what its parent has gathered.
+    """
+
+    def __init__(self, run_dir: str | Path, *, optimizer: str = "") -> None:
         self.path = Path(run_dir) / "run.jsonl"
-        self._works = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._pages = _Pages(self.path, optimizer)
+        weakref.finalize(self, self._pages.finish)
 
     def write(self, event: str, **fields: Any) -> None:
+        """One event, on the disk when this returns."""
+        self._pages.add_event(event, fields)
+
+    def write_incident(self, event: str, **fields: Any) -> None:
+        """The same, with every step around it."""
+        self._pages.add_neighbours()
+        self._pages.add_event(event, fields)
+
+    def write_step(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        batch: int | None,
+        loss: float,
+        norms: Sequence[float],
+        lrs: Sequence[float | None],
+        scale: float | None,
+        skipped: bool,
+    ) -> None:
+        """A step the host has heard of: written soon, or held in case there is trouble next to it, or forgotten."""
+        self._pages.add_step((time.time(), step, epoch, batch, loss, norms, lrs, scale, skipped))
+
+    def close(self) -> None:
+        """Writes what is left, the last step among it."""
+        self._pages.finish()
+
+
+class _Pages:
+    """What is gathered, and what is held back. Knows nothing of its ``RunLog``, which may be let go of first."""
+
+    def __init__(self, path: Path, optimizer: str) -> None:
+        self._path = path
+        self._by = {"optimizer": optimizer} if optimizer else {}
+        self._by_text = f',"optimizer":{json.dumps(optimizer)}' if optimizer else ""
+        self._pid = os.getpid()
+        self._works = True
+        self._is_begun = False
+        self._lines: list[str] = []
+        self._held: deque[StepFacts] = deque(maxlen=AROUND)
+        self._all_for = AROUND
+        self._surrounded = 0
+        self._flushed_at = self._step_at = time.time()
+
+    def add_step(self, facts: StepFacts) -> None:
         if not self._works:
             return
-        line = json.dumps(plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+        now, step, skipped = facts[0], facts[1], facts[-1]
+        self._leave_to_parent()
+        if skipped or self._all_for > 0 or step % stride(step) == 0 or _passed(self._step_at, now) >= _LONGEST_GAP:
+            self._all_for -= 1
+            self._step_at = now
+            self._lines.append(self._line_of(facts))
+        else:
+            self._held.append(facts)
+        if _passed(self._flushed_at, now) >= _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN:
+            self._flush(now)
+
+    def add_neighbours(self) -> None:
+        """Those before now; those after as they come."""
+        self._leave_to_parent()
+        self._surrounded += 1
+        if self._surrounded <= _MOST_SURROUNDED:
+            self._lines += map(self._line_of, self._held)
+            self._held.clear()
+            self._all_for = AROUND
+
+    def add_event(self, event: str, fields: dict[str, Any]) -> None:
+        if not self._works:
+            return
+        self._leave_to_parent()
+        now = time.time()
+        line = {"event": event, "time": round(now, 3), **fields, **self._by}
+        self._lines.append(json.dumps(plain(line), allow_nan=False) + "\n")
+        self._flush(now)
+
+    def finish(self) -> None:
+        self._leave_to_parent()
+        if self._held:
+            self._lines.append(self._line_of(self._held.pop()))
+        self._held.clear()
+        if not self._path.parent.exists():  # a folder that was taken away before the run ended: nobody wants it
+            self._lines.clear()
+        self._flush(time.time())
+
+    def _line_of(self, facts: StepFacts) -> str:
+        now, step, epoch, batch, loss, norms, lrs, scale, skipped = facts
+        at = "null" if batch is None else batch
+        each_norm, each_lr = ",".join(map(_number, norms)), ",".join(map(_number, lrs))
+        rest = _SKIPPED + self._by_text if skipped else self._by_text
+        return (
+            f'{{"event":"step","time":{now:.3f},"step":{step},"epoch":{epoch},"batch":{at},"loss":{_number(loss)}'
+            f',"norms":[{each_norm}],"lrs":[{each_lr}],"scale":{_number(scale)}{rest}}}\n'
+        )
+
+    def _leave_to_parent(self) -> None:
+        """What a forked process has inherited is its parent's to write."""
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self._lines.clear()
+            self._held.clear()
+
+    def _flush(self, now: float) -> None:
+        self._flushed_at = now
+        # Interrupted between the two, lines are lost rather than written twice.
+        lines, self._lines = self._lines, []
+        if not lines or not self._works:
+            return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            self._append("".join(lines).encode("utf-8"))
         except OSError as error:
             self._works = False
-            log.warning("cannot write %s (%s): the run goes on without its log", self.path, error)
+            self._held.clear()
+            log.warning("cannot write %s (%s): the run goes on without its log", self._path, error)
+
+    def _append(self, data: bytes) -> None:
+        """Opened each time: the file may have been moved, and no descriptor is left to a forked process."""
+        with self._path.open("ab+", buffering=0) as file:
+            if not self._is_begun:
+                data = _after_torn_line(file) + data
+                self._is_begun = True
+            while data:
+                data = data[file.write(data) :]
+
+
+def _after_torn_line(file: FileIO) -> bytes:
+    """A newline where a process that was killed has left half a line."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def _passed(since: float, now: float) -> float:
+    """Seconds; plenty where the clock was put back."""
+    return now - since if now >= since else math.inf
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "null"
+    return repr(float(value)) if math.isfinite(value) else f'"{float(value)}"'
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ class Schedule:
     def rates(self) -> list[float]:
         """The learning rate of each parameter group now. Syncs where they are tensors on the device."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def known_rates(self) -> tuple[float | None, ...]:
+        """The same, None for what only the device knows. Does not sync."""
+        return tuple(_on_host(group.get("lr")) for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def multiply(self, factor: float) -> None:
         """Multiplies the learning rate from here on: the schedule's base too, or its next tick would undo it."""
@@ -149,6 +155,14 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
     return value.copy() if isinstance(value, (list, dict)) else value
+
+
+def _on_host(rate: Any) -> float | None:
+    if type(rate) is float:
+        return rate
+    if isinstance(rate, torch.Tensor):
+        return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
+    return float(rate) if isinstance(rate, Real) else None
 
 
 def _all_of(schedulers: Sequence[Any]) -> Iterator[Any]:

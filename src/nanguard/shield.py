@@ -40,7 +40,10 @@ class Shield:
 
     def step(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()
+            self._step(optimizer)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
 
     def step_unless(self, flag: Tensor) -> None:
         """Steps all optimizers, or none where the 0-dim float32 ``flag`` is 1. Does not sync."""
@@ -52,10 +55,14 @@ class Shield:
                 added["grad_scale"] = None
             vars(optimizer).update(added)
             try:
-                optimizer.step()
+                self._step(optimizer)
             finally:
                 for name in added:
                     delattr(optimizer, name)  # a GradScaler of the user's would stumble over what stays behind
+
+    def end_step(self) -> None:
+        """What becomes of the gradients when a step has been made, or refused."""
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         """Sets all gradients to None, which is all that torch's own ``zero_grad`` does in more time."""
@@ -98,7 +105,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         name = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer or several of them, got {optimizer!r}")
-        if _needs_closure(optimizer):
+        if needs_closure(optimizer):
             raise ValueError(
                 f"{name} calls its closure several times inside step() and changes weights between the calls, so no "
                 "check can come before the update: it cannot be guarded. Use an optimizer whose step() takes no "
@@ -131,7 +138,8 @@ def _check_still_fused(optimizer: Optimizer) -> None:
         )
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` cannot be called without one, as that of LBFGS."""
     # torch wraps step() when the optimizer is made; the signature to ask is the one its class defines.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return (

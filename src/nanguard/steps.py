@@ -263,6 +263,11 @@ class Steps:
     def settle(self) -> None:
         self.mode.settle()
 
+    def ask_the_host(self) -> None:
+        """Before each step, from now on."""
+        self.settle()
+        self.late, self.mode = None, Eager(self.bench, self.climber)
+
     def _follow(self) -> None:
         """The data take the way back that was chosen, and the number of the epoch goes with them."""
         self.data.settle()

@@ -54,8 +54,8 @@ class Window:
 
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
-    position; ``is_spoiled`` says that its update was taken back. In a loop of the user's own ``calls`` are those of the
-    model, and ``live`` is how the step ran, where it was traced.
+    position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
+    loop of the user's own ``calls`` are those of the model, and ``live`` is how the step ran, where it was traced.
     """
 
     step: int
@@ -74,6 +74,7 @@ class Window:
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
     training: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    lrs: tuple[float | None, ...] = ()
     layout: Layout = NO_LAYOUT
     letter: Letter | None = None
     latches: bool = True

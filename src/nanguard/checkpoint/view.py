@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nanguard.checkpoint.findings import FileReport, Note, TensorReport, short_number
+from nanguard.printable import printable
 
 LIMIT = 20
 """How many tensors are listed if nobody asks for all."""
@@ -36,11 +37,6 @@ _NOTE_WORDS: dict[Note, str] = {
     "under_fp16": "< fp16",
     "over_bf16": "> bf16",
 }
-
-
-def printable(text: str) -> str:
-    """The text on one line, with all that could steer a terminal spelled out: names come from the file."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def verdict(report: FileReport, *, why: bool = False) -> Text:

@@ -38,6 +38,7 @@ def check(
     Ends with status 0 if all is clean, 1 if there are non-finite values, 2 if something could not be read.
     """
     from nanguard.checkpoint import checker, view
+    from nanguard.printable import printable
 
     out, bar = Console(highlight=False), view.Bar(Console(stderr=True))
     reports = []
@@ -58,7 +59,7 @@ def check(
                 out.print()
         if report.passed_over and not quiet:
             names = ", ".join(sorted({Path(name).name for name in report.passed_over}))
-            out.print(f"passed over: {view.printable(names)} (settings and random states)", markup=False, style="dim")
+            out.print(f"passed over: {printable(names)} (settings and random states)", markup=False, style="dim")
     files = [file for report in reports for file in report.files]
     status = max((report.status for report in reports), default=0)
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import textwrap
 from collections.abc import Iterator
 from typing import NoReturn
@@ -23,7 +24,7 @@ def fail(why: str, *, as_json: bool) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    from nanguard.checkpoint.view import printable as printable_line
+    from nanguard.printable import printable as printable_line
 
     return "\n".join(map(printable_line, text.splitlines()))
 
@@ -36,16 +37,27 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        for number, line in enumerate(record.getMessage().splitlines()):
+        message = record.getMessage()
+        whose = "" if message.startswith(" nanguard ") else "nanguard: "
+        for number, line in enumerate((whose + message).splitlines()):
             text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)
             self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
 
 
+def stderr_console(*, quiet: bool = False) -> Console:
+    """Where it is no terminal, lines are not broken: they are for a file or a search."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return Console(stderr=True, quiet=quiet, highlight=False, width=None if is_terminal else 10_000)
+
+
 @contextlib.contextmanager
-def logging_to(console: Console) -> Iterator[None]:
+def logging_to(console: Console, *, alone: bool = False) -> Iterator[None]:
+    """What the library logs goes to the console, and with ``alone`` nowhere else."""
     log, handler = logging.getLogger("nanguard"), _ConsoleHandler(console)
     log.addHandler(handler)
+    passes_on, log.propagate = log.propagate, log.propagate and not alone
     try:
         yield
     finally:
         log.removeHandler(handler)
+        log.propagate = passes_on

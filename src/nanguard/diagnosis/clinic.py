@@ -18,6 +18,7 @@ from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.record import Diagnosis, Fix
+from nanguard.diagnosis.source import source_of
 from nanguard.records import Reading
 from nanguard.recovery.rehearsal import Rehearsal
 from nanguard.window import Microbatch, Window
@@ -44,6 +45,8 @@ class Clinic:
         self._bench, self._how = bench, how
         self._doctor = Doctor(bench, rehearsal)
         self.live = Live(bench)
+        self.advice = ""
+        """What to do to have more found out, where the step cannot be handed over."""
         self._seen: Counter[Kind] = Counter()
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
@@ -104,9 +107,12 @@ class Clinic:
         if window.rerunnable and window.microbatches:
             return self._doctor.examine(window, reading, past, self._is_deep, update=update)
         if window.live is not None and not window.live.is_finite:
+            self.live.has_found()
             exam = Exam(self._bench, window, window.live, past, None)
             return replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
-        diagnosis = None
+        diagnosis = self._doctor.examine_update(window, reading, past) if update else None
+        if diagnosis is not None:
+            return diagnosis
         if window.calls:
             try:
                 diagnosis = self._of_calls(window, reading, past)
@@ -116,7 +122,8 @@ class Clinic:
             self.live.arm()
             note = f"the next {self.live.left} steps are traced as they run"
             diagnosis = diagnosis or _of_nothing(reading)
-            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
+            fix = Fix(words=self.advice) if self.advice else diagnosis.fix
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note), fix=fix)
         return diagnosis
 
     def _of_calls(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
@@ -142,7 +149,9 @@ class Clinic:
             return _of_code_around(diagnosis, missed=missed, gradient_is_bad=from_outside)
         is_each_a_microbatch = len(window.calls) == len(window.losses)
         microbatch = diagnosis.microbatch if is_each_a_microbatch else None
-        return replace(diagnosis, capture="module", microbatch=microbatch)
+        call = micros[diagnosis.microbatch or 0].batch
+        source = diagnosis.source or source_of(call.place)  # a model of torch's own modules has no line but its call
+        return replace(diagnosis, capture="module", microbatch=microbatch, source=source)
 
     def _is_deep(self, diagnosis: Diagnosis) -> bool:
         """Whether to go on from what the trace says to experiments."""

@@ -70,6 +70,16 @@ class Doctor:
         diagnosis = replace(diagnosis, num_replays=replay.num, seconds=round(replay.seconds, 3), capture="step")
         return self.located(diagnosis, exam, reading)
 
+    def examine_update(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
+        """Of a step whose gradients are still there; None where the optimizers make nothing non-finite of them."""
+        replay = Replay(self._bench, self._rehearsal, window)
+        run = replay.watched_update()
+        if run.is_finite:
+            return None
+        exam = Exam(self._bench, window, run, past, None)
+        diagnosis = self.located(self.read(exam), exam, reading)
+        return replace(diagnosis, num_replays=1, seconds=round(replay.seconds, 3), capture="update")
+
     def read(self, exam: Exam) -> Diagnosis:
         """What a trace says, without any experiment but that of older weights."""
         finding = blame.find(exam.run.trace, exam.run.ends)

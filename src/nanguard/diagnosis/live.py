@@ -21,6 +21,7 @@ from nanguard.diagnosis.watched import Run, introduce
 log = logging.getLogger("nanguard")
 
 ARMED_STEPS = 3
+FOREVER = 1 << 62
 
 
 class Live:
@@ -31,10 +32,21 @@ class Live:
         self._inventory = Inventory(bench)
         self._run: Run | None = None
         self.left = 0
+        self.patience = ARMED_STEPS
 
-    def arm(self, steps: int = ARMED_STEPS) -> None:
-        """From the next step on."""
-        self.left = max(self.left, steps)
+    @property
+    def is_on(self) -> bool:
+        """Whether the step that has begun is traced."""
+        return self._run is not None
+
+    def arm(self) -> None:
+        """From the next step on, for as many as ``patience`` says."""
+        self.left = max(self.left, self.patience)
+
+    def has_found(self) -> None:
+        """Goes on for as long as it takes to see whether it comes again."""
+        if self.patience < FOREVER:
+            self.left = min(self.left, ARMED_STEPS)
 
     def begin(self, batch: Any) -> None:
         """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
@@ -58,7 +70,13 @@ class Live:
         if self._run is None:
             yield
             return
-        with GradientHooks(self._inventory.module_names(), self._run.hooks), self._run.trace:
+        with GradientHooks(self._inventory.module_names(), self._run.hooks), self.following():
+            yield
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Around code of which it is not known where it ends: it may be left from inside a call of torch's."""
+        with contextlib.nullcontext() if self._run is None else self._run.trace:
             yield
 
     def after_backward(self, loss: Tensor) -> Run | None:

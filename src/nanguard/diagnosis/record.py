@@ -52,7 +52,7 @@ Cause = Literal[
 Confidence = Literal["certain", "likely", "guess"]
 """``certain``: an experiment on this very step confirms it. ``likely``: the values say so. ``guess``: little speaks."""
 
-Capture = Literal["step", "module", "live", "none"]
+Capture = Literal["step", "module", "live", "update", "none"]
 """What could be run again: the whole ``step``; the outermost ``module`` from its inputs and the gradient of its
 output; nothing, but the step was traced ``live``; or ``none``."""
 
@@ -199,6 +199,12 @@ class Diagnosis:
     def report(self) -> str:
         """The longer text: evidence, chain, what was tried, and the values through the modules before the fault."""
         return long_text_of(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from nanguard.report.notebook import diagnosis_html
+
+        return diagnosis_html(self)
 
 
 def _build(kind: Any, value: Any) -> Any:

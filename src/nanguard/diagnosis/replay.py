@@ -84,6 +84,15 @@ class Replay:
             log.debug("some ops could not be followed: %s", trace.failure)
         return run
 
+    def watched_update(self) -> Run:
+        """The optimizers' update alone, by the gradients that are there now, with every op followed; taken back."""
+        trace = Trace(self._names)
+        self._introduce(trace)
+        run = Run(trace)
+        with _compat.without_compilation(), trace:
+            self._watch_update(run)
+        return run
+
     def _introduce(self, trace: Trace) -> None:
         introduce(trace, self.inventory)
         for name, tensor in self._data.items():

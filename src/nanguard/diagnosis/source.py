@@ -38,6 +38,7 @@ _FRAMEWORKS = (
 )
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _NANGUARD = str(Path(__file__).parents[1]) + os.sep
+_DEMO = os.path.join(_NANGUARD, "demo", "")
 _STDLIB = {str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")}
 _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 _BOUNDARY = {
@@ -104,6 +105,14 @@ def find_site(names: Mapping[int, str], *, in_engine: bool) -> Site:
     return Site(place or lesser, module, home, by_engine=by_engine, in_user_code=by_engine and place is not None)
 
 
+def calling_line() -> Place | None:
+    """The user's line that is being executed, for whoever is called by it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
 def _method_of(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """The name of the module whose method runs in a frame; a function that is given a module is none."""
     code = frame.f_code
@@ -142,10 +151,15 @@ def user_files(objects: Any) -> list[str]:
     return [file for file in files if _kind_of(file) == "user" and file.endswith(".py")]
 
 
+def is_users_file(file: str) -> bool:
+    """Whether code in a file is the user's program, and not torch's, a framework's or ours."""
+    return _kind_of(file) == "user"
+
+
 def is_users(kind: type[nn.Module]) -> bool:
     """Whether a class is defined in the user's program."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and _kind_of(file) == "user"
+    return file is not None and is_users_file(file)
 
 
 @functools.cache
@@ -156,7 +170,7 @@ def _kind_of(file: str) -> str:
         return "torch"
     if file in _BOUNDARY:
         return "boundary"
-    if file.startswith(_NANGUARD) and not file.endswith(os.sep + "demo.py"):
+    if file.startswith(_NANGUARD) and not file.startswith(_DEMO):
         return "nanguard"
     for part in ("site-packages", "dist-packages"):
         _, found, rest = file.rpartition(os.sep + part + os.sep)

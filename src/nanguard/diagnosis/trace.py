@@ -307,7 +307,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num = sum(e.kind in ("birth", "turned") for e in self.events)
             if num < _MOST_BIRTHS_WITH_EVIDENCE:
                 event.evidence = gather(func, plan.is_pointwise, args, kwargs, values, sources, before, output)
-            if event.evidence.is_mask:
+            if event.evidence.is_mask and not note.roots & PARAMETER:  # probabilities that are 0 and 1 are not meant
                 event.kind = "given"
         return event
 

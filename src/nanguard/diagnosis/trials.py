@@ -14,10 +14,12 @@ from nanguard.diagnosis.watched import Run
 
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
+_ALWAYS_MAY = 2.0
+"""Seconds: what a clock says of the shortest steps is more about the machine than about them."""
 
 
 class Trials:
-    """Of one step. ``budget`` is the time they may take together, in times of one replay."""
+    """Of one step. ``budget`` is the time they may take together, in times of one replay; two seconds always may be."""
 
     def __init__(self, replay: Replay, budget: float) -> None:
         self._replay = replay
@@ -162,7 +164,7 @@ class Trials:
     # ---- one trial -----------------------------------------------------------------------------------------------
 
     def _can_afford(self) -> bool:
-        return self._unit == 0.0 or self._spent + self._unit <= self._budget * self._unit
+        return self._spent + self._unit <= max(self._budget * self._unit, _ALWAYS_MAY)
 
     def _try(self, what: str, is_finite: Callable[[], bool]) -> bool:
         if not self._can_afford():

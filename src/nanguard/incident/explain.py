@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanguard.checkpoint.view import printable
 from nanguard.diagnosis.record import Diagnosis, Source
 from nanguard.errors import BundleError
 from nanguard.incident.bundle import folders
 from nanguard.incident.files import INCIDENT
 from nanguard.incident.reader import Bundle, load
+from nanguard.printable import printable
 from nanguard.records import Incident
 from nanguard.report.panel import panel
 

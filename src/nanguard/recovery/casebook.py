@@ -50,7 +50,7 @@ class Casebook:
         """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""
         if self._bundles is None or kept is None:
             return ""
-        path = self._bundles.write(len(self._bench.journal.history) + 1, outcome, kept)
+        path = self._bundles.write(self._bench.journal.next_number, outcome, kept)
         return "" if path is None else str(path)
 
     def take_interrupt(self) -> KeyboardInterrupt | SystemExit | None:

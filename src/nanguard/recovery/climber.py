@@ -79,8 +79,9 @@ class Climber:
         self._witness: Window | None = None
         self._places: deque[tuple[int, Place]] = deque(maxlen=512)
         self._from_the_start = frozenset(nonfinite_names(self._world.tensors()))
-        if self._from_the_start:
-            log.warning("non-finite before training begins: %s", ", ".join(sorted(self._from_the_start)[:5]))
+        worth_a_word = sorted(self.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
+        if worth_a_word:
+            log.warning("non-finite before training begins: %s", ", ".join(worth_a_word[:5]))
 
     # ---- what the two ways of guarding call ----------------------------------------------------------------------
 
@@ -171,9 +172,13 @@ class Climber:
 
     def is_sound(self) -> bool:
         """Whether a checkpoint of this would be: all weights and optimizer state finite, no NaN in a buffer. Syncs."""
+        return not self.unsound()
+
+    def unsound(self) -> tuple[str, ...]:
+        """Names of what keeps it from being sound. Syncs."""
         live, buffers = self._world.tensors(), self._world.buffers()
         bad = nonfinite_names(live)  # an Inf in a buffer may be a mask
-        return not any(name not in buffers or bool(torch.isnan(live[name]).any()) for name in bad)
+        return tuple(name for name in bad if name not in buffers or bool(torch.isnan(live[name]).any()))
 
     def forget(self) -> None:
         """The run is elsewhere now."""

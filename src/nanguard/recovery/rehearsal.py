@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +71,7 @@ class Rehearsal:
         try:
             for module, mode in window.training:
                 module.training = mode
-            with torch.inference_mode(False), torch.enable_grad(), apart(bench.model, alone=alone):
+            with torch.inference_mode(False), torch.enable_grad(), apart(bench.model, alone=alone), _warning_nobody():
                 yield
         finally:
             bench.buffers.undo_()
@@ -94,6 +96,20 @@ class Rehearsal:
         if torch.is_grad_enabled():
             check_loss(loss)
         return loss if loss.ndim == 0 else loss.reshape(())
+
+
+@contextlib.contextmanager
+def _warning_nobody() -> Iterator[None]:
+    """What the step had to warn of it has said when it was run. ``catch_warnings`` would make it say so again later."""
+    show, warnings.showwarning = warnings.showwarning, _show_nothing
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+def _show_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of ``warnings.showwarning``."""
 
 
 @contextlib.contextmanager

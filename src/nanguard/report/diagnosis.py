@@ -45,6 +45,7 @@ _CAPTURED = {
     "step": "the whole step was replayed",
     "module": "the model was replayed from its captured inputs and the gradient of its output",
     "live": "the step was traced as it ran",
+    "update": "the optimizer's update was made again, and taken back",
     "none": "nothing could be replayed",
 }
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -52,7 +53,8 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and text of each row of a panel."""
-    yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
+    if diagnosis.op or diagnosis.module or diagnosis.source is not None:
+        yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
     yield "because", f"{CAUSES[diagnosis.cause]}: {diagnosis.because}"
     if diagnosis.samples:
         places = "index" if len(diagnosis.samples) == 1 else "indices"
@@ -72,16 +74,16 @@ def panel_of(diagnosis: Diagnosis) -> str:
 def long_text_of(diagnosis: Diagnosis) -> str:
     """Everything it knows, in sections."""
     parts = [panel_of(diagnosis)]
-    facts = list(_facts(diagnosis))
-    if facts:
-        parts.append("\n".join(["evidence", *(f"  {fact}" for fact in facts)]))
+    evidence = [f"  {fact}" for fact in facts(diagnosis)]
+    if evidence:
+        parts.append("\n".join(["evidence", *evidence]))
     if diagnosis.chain:
         parts.append("\n".join(["from birth to where it showed", *(f"  {_link(link)}" for link in diagnosis.chain)]))
     if diagnosis.trail:
         width = max(len(stretch.module or "(top level)") for stretch in diagnosis.trail)
         lines = [
             f"  {stretch.module or '(top level)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
-            f"{_format(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
+            f"{format_name(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
             for stretch in diagnosis.trail
         ]
         parts.append("\n".join(["largest values inside each module, in the order of the forward pass", *lines]))
@@ -91,12 +93,12 @@ def long_text_of(diagnosis: Diagnosis) -> str:
     if diagnosis.harmless:
         lines = [f"  {_link(link)}" for link in diagnosis.harmless]
         parts.append("\n".join(["other non-finite values, which reached neither loss nor gradient", *lines]))
-    parts.append("\n".join(["how this was found", *(f"  {line}" for line in _how(diagnosis))]))
+    parts.append("\n".join(["how this was found", *(f"  {line}" for line in how_found(diagnosis))]))
     return "\n\n".join(parts)
 
 
 def _birth(diagnosis: Diagnosis) -> str:
-    what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, _format(diagnosis.dtype)]))
+    what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
     where = diagnosis.module or "(top level)"
     line = _line(diagnosis.source)
     return "   ".join(filter(None, [where, what, line if diagnosis.is_line_traced or not line else f"probably {line}"]))
@@ -119,7 +121,8 @@ def _element(diagnosis: Diagnosis) -> str:
     return f", first at {list(diagnosis.element)}" if diagnosis.element else ""
 
 
-def _facts(diagnosis: Diagnosis) -> Iterator[str]:
+def facts(diagnosis: Diagnosis) -> Iterator[str]:
+    """The evidence, a line each."""
     yield from diagnosis.evidence
     for operand in diagnosis.operands:
         yield _operand(operand)
@@ -134,10 +137,11 @@ def _operand(operand: Operand) -> str:
     span = "" if operand.low is None or operand.high is None else f", {operand.low:.4g} .. {operand.high:.4g}"
     bad = [f"{number:,} {name}" for number, name in ((operand.num_nan, "NaN"), (operand.num_inf, "Inf")) if number]
     at = "" if operand.value is None else f", {operand.value:.6g} at the offending element"
-    return f"{operand.name}: {_format(operand.dtype)} {shape}{span}{''.join(f', {b}' for b in bad)}{at}"
+    return f"{operand.name}: {format_name(operand.dtype)} {shape}{span}{''.join(f', {b}' for b in bad)}{at}"
 
 
-def _format(dtype: str) -> str:
+def format_name(dtype: str) -> str:
+    """``fp16`` for ``float16``, as people say it."""
     return _FORMATS.get(dtype, dtype)
 
 
@@ -150,7 +154,8 @@ def _link(link: Link) -> str:
     return "   ".join(filter(None, [link.became, f"{link.op}, {link.phase}", where, _line(link.source)]))
 
 
-def _how(diagnosis: Diagnosis) -> Iterator[str]:
+def how_found(diagnosis: Diagnosis) -> Iterator[str]:
+    """What the examination went by, a line each."""
     replays = f"{diagnosis.num_replays} replay{'s' * (diagnosis.num_replays != 1)}, {diagnosis.seconds:.2f} s"
     where = f"rank {diagnosis.rank}, {diagnosis.device or 'cpu'}"
     yield f"{_CAPTURED[diagnosis.capture]}; {diagnosis.depth}: {replays}; {where}"

@@ -16,41 +16,57 @@ _CAUSES = {
 }
 
 
-def panel(incident: Incident, where: str | None = None, *, again: bool = False) -> str:
-    """The incident in a few lines, in one where it is the same ``again``; ``where`` is the run log, if there is one."""
-    reading, outcome = incident.reading, incident.outcome
-    headline = f" nanguard  step {reading.step:,}  {_noun(outcome)}{' again' * again}: {_headline(outcome)}"
-    if again:
-        return headline
-    rows = [("found", _found(outcome)), ("batch", _position(reading))]
+def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) -> str:
+    """The incident in a few lines; ``where`` is the run log, if there is one.
+
+    In one line where it is the same again, ``in_a_row`` times in all.
+    """
+    again = in_a_row > 1
+    times = f" ({in_a_row:,} in a row)" if again else ""
+    head = f" nanguard  step {incident.reading.step:,}  {headline(incident.outcome, again=again)}{times}"
+    shown = [] if again else rows(incident.outcome, where)
+    return "\n".join([head] + [f"   {name:<9} {text}" for name, text in shown])
+
+
+def headline(outcome: Outcome, *, again: bool = False) -> str:
+    """What happened, and what was done about it, in one line."""
+    return f"{_noun(outcome)}{' again' * again}: {_headline(outcome)}"
+
+
+def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
+    """Name and text of each row under the headline."""
+    reading = outcome.verdict.reading
+    told = [("found", _found(outcome))]
+    if reading.batch is not None:
+        told.append(("batch", _position(reading)))
     cause = outcome.verdict.cause
     if outcome.diagnosis is not None:
-        rows += diagnosis_rows(outcome.diagnosis)
+        told += diagnosis_rows(outcome.diagnosis)
     elif outcome.verdict.kind == "divergence" and not reading.found and cause == "weights":
-        rows.append(("cause", "the weights: they have become worse, not the data harder"))
+        told.append(("cause", "the weights: they have become worse, not the data harder"))
     elif cause in _CAUSES and outcome.verdict.kind != "damage":
-        rows.append(("cause", _CAUSES[cause]))
+        told.append(("cause", _CAUSES[cause]))
     if reading.ranks:
-        rows.append(("ranks", "seen first by " + _listed([f"rank {flags.rank}" for flags in reading.ranks])))
+        told.append(("ranks", "seen first by " + _listed([f"rank {flags.rank}" for flags in reading.ranks])))
     if reading.dropped_microbatches:
-        rows.append(("dropped", "micro-batch " + _listed([str(i) for i in reading.dropped_microbatches])))
+        told.append(("dropped", "micro-batch " + _listed([str(i) for i in reading.dropped_microbatches])))
     if reading.dropped_gradients:
-        rows.append(("dropped", _listed(reading.dropped_gradients)))
+        told.append(("dropped", _listed(reading.dropped_gradients)))
     if outcome.did:
-        rows.append(("done", outcome.did))
+        told.append(("done", outcome.did))
     if not outcome.applied and outcome.action.response not in ("roll_back", "raise_precision", "lower_lr"):
-        rows.append(("kept", _UNTOUCHED))
+        told.append(("kept", _UNTOUCHED))
     if outcome.rerun:
-        rows.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
+        told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
     if outcome.lost and outcome.action.response == "roll_back":
-        rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
+        told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
     elif outcome.lost:
-        rows.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
+        told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
     if outcome.bundle:
-        rows.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
+        told.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
     elif where:
-        rows.append(("log", where))
-    return "\n".join([headline] + [f"   {name:<9} {text}" for name, text in rows])
+        told.append(("log", where))
+    return told
 
 
 def halt_message(incident: Incident) -> str:
@@ -92,6 +108,7 @@ def _headline(outcome: Outcome) -> str:
         "roll_back": f"rolled back{_counted(action)}",
         "warn": "nothing on the ladder answers it, training goes on",
         "halt": "training halted, nothing changed",
+        "back_off": f"{skipped}, the loss scale goes down",
     }[action.response]
 
 

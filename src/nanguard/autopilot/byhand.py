@@ -1,0 +1,59 @@
+"""Programs that update their tensors themselves, without an optimizer: ``w -= lr * w.grad``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from nanguard.autopilot.pilot import Pilot
+
+log = logging.getLogger("nanguard")
+
+
+class Hand:
+    """An optimizer that does nothing, for tensors that the program updates. ``expect`` says which they are now."""
+
+    def __init__(self) -> None:
+        self.optimizer: Optimizer = _ByHand([torch.zeros((), requires_grad=True)])
+        self.pilot: Pilot | None = None
+
+    def expect(self, leaves: list[Tensor]) -> None:
+        if leaves:
+            self.optimizer.param_groups[0]["params"] = leaves
+
+    def clear_gradients(self) -> None:
+        """So that an update by them changes nothing."""
+        for param in self.optimizer.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad = torch.zeros_like(param.grad)
+
+
+class _ByHand(Optimizer):
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """The program does it."""
+
+
+def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose ``grad`` a backward pass of these will fill."""
+    todo: list[Any] = [loss.grad_fn for loss in losses]
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        todo.extend(following for following, _ in node.next_functions)
+    return list(found.values())

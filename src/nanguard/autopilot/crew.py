@@ -1,0 +1,133 @@
+"""What the optimizers of a program train: outermost modules and bare tensors, by the names the program gives them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from nanguard.diagnosis.source import is_users_file
+from nanguard.naming import unwrapped
+
+
+class Crew(nn.Module):
+    """Several modules, and tensors in no module, that are trained together. Never called, and nobody's parent."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._modules.update(modules)
+        self._parameters.update(tensors)  # type: ignore[arg-type]
+
+    def take(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
+        """Other tensors in the place of those in no module."""
+        inside = {id(param) for module in self.children() for param in module.parameters()}
+        bare = [tensor for tensor in tensors if id(tensor) not in inside]
+        self._parameters.clear()
+        self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
+
+
+def owners(tensors: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost living modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
+    wanted = {id(tensor) for tensor in tensors}
+    living = [each for each in _living(nn.Module) if type(each) is not Crew]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in living:
+        for child in vars(module).get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    found: dict[int, nn.Module] = {}
+    for module in living:
+        if any(id(param) in wanted for param in vars(module).get("_parameters", {}).values()):
+            for root in _roots(module, parents, set()):
+                found[id(root)] = root
+    return list(found.values())
+
+
+def uses_grad_scaler() -> bool:
+    """Whether the program has made a GradScaler that does something."""
+    return any(scaler.is_enabled() for scaler in _living(GradScaler))
+
+
+def crew_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:
+    """One module that holds them all: the program's own where there is one alone, as it is called in the program."""
+    inside = [unwrapped(root) for root in roots]
+    known = {id(param) for module in inside for param in module.parameters()}
+    bare = [tensor for tensor in tensors if id(tensor) not in known]
+    if len(inside) == 1 and not bare:
+        return inside[0]
+    called = _distinct((names.get(id(r)) or names.get(id(m)) or type(m).__name__.lower() for r, m in _both(roots)), "")
+    return Crew(dict(zip(called, inside, strict=True)), _named(bare, names))
+
+
+def _named(tensors: list[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
+    return dict(zip(_distinct((names.get(id(t), "") for t in tensors), "params"), tensors, strict=True))
+
+
+def names_in_sight(things: Iterable[Any]) -> dict[int, str]:
+    """What the program calls things, by identity: variables of the functions that are running, then attributes."""
+    wanted = {id(thing) for thing in things}
+    names: dict[int, str] = {}
+    for variables in _scopes(sys._getframe(1)):
+        for name, value in list(variables.items()):
+            if id(value) in wanted and not name.startswith("__"):
+                names.setdefault(id(value), name)
+    for variables in _scopes(sys._getframe(1)):
+        for value in list(variables.values()):
+            for name, attribute in _attributes(value):
+                if id(attribute) in wanted:
+                    names.setdefault(id(attribute), name)
+    return names
+
+
+def _living(kind: type[Any]) -> Iterator[Any]:
+    # By type(), since isinstance asks proxies for their class, and some of them then do things.
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
+
+
+def _roots(module: nn.Module, parents: Mapping[int, list[nn.Module]], seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    above = parents.get(id(module), [])
+    if not above:
+        yield module
+    for parent in above:
+        yield from _roots(parent, parents, seen)
+
+
+def _both(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    return ((root, unwrapped(root)) for root in roots)
+
+
+def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """The variables of the program's functions that are running, the innermost first, and of its main module."""
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            yield frame.f_locals
+            if frame.f_globals is not frame.f_locals:
+                yield frame.f_globals
+        frame = frame.f_back
+    main = sys.modules.get("__main__")
+    if main is not None:
+        yield vars(main)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of an object of a class of the program's; ``model`` of a trainer, say."""
+    try:
+        return iter(list(vars(value).items()))
+    except TypeError:
+        return iter(())
+
+
+def _distinct(names: Iterable[str], otherwise: str) -> list[str]:
+    """Without dots, which part the names of modules, and without doubles."""
+    taken: list[str] = []
+    for place, name in enumerate(names):
+        plain = name.replace(".", "_") or f"{otherwise}[{place}]"
+        taken.append(plain if plain not in taken else f"{plain}_{place}")
+    return taken

@@ -1,0 +1,118 @@
+"""``nanguard.install()``: from here on the program is guarded, until ``uninstall()`` or its end."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from nanguard.autopilot.patches import Patches
+from nanguard.autopilot.settings import Settings, patient_policy
+from nanguard.autopilot.tower import Tower
+from nanguard.diagnosis.clinic import How
+from nanguard.errors import ProtocolError
+from nanguard.incident.bundle import Capture
+from nanguard.policy import Policy
+from nanguard.records import Incident
+
+
+class Autopilot:
+    """A program that is guarded from outside. As a context it takes itself back at the end."""
+
+    _installed: Autopilot | None = None
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._tower = Tower(settings)
+        self._patches = Patches(self._tower)
+
+    @property
+    def incidents(self) -> Sequence[Incident]:
+        """Every step that had to be answered so far, as far as the host has heard."""
+        return self._tower.incidents
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many steps were applied, skipped, and so on, over all optimizers."""
+        return dict(self._tower.counts)
+
+    @property
+    def num_optimizers(self) -> int:
+        """That have been guarded; a program that updates its tensors itself counts as one."""
+        return self._tower.num_optimizers
+
+    def unsound(self) -> tuple[str, ...]:
+        """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
+        return self._tower.unsound()
+
+    def uninstall(self) -> None:
+        """Ends the run log and takes everything back; optimizers go on as plain ones."""
+        self._tower.close()
+        self._patches.remove()
+        atexit.unregister(self.uninstall)
+        if Autopilot._installed is self:
+            Autopilot._installed = None
+
+    def __enter__(self) -> Autopilot:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.uninstall()
+
+
+def install(
+    *,
+    policy: Policy | None = None,
+    max_norm: float | None = None,
+    run_dir: str | Path | None = None,
+    trace: bool = False,
+    sync: Literal["auto", "eager", "late"] = "auto",
+    diagnose: How = "auto",
+    capture: Capture = "batch",
+) -> Autopilot:
+    """Guards every optimizer that the program makes from now on, as ``nanguard run`` does.
+
+    Without arguments a healthy run is the same run, bit for bit: same weights, same output. A step with a non-finite
+    loss or gradient is skipped, buffers are put back, and where it came from is logged.
+
+    Args:
+        policy: what to do about trouble; the default skips, however often, and rolls damage back.
+        max_norm: clip every parameter group to this norm; None leaves clipping to the program.
+        run_dir: where to write the run log and bad steps; None writes nothing.
+        trace: follow every op from the first step on, to find the first fault at once. Slow.
+        sync: as for ``Guard``; several optimizers, and a GradScaler, need the host before every step.
+        diagnose: as for ``Guard``.
+        capture: as for ``Guard``.
+    """
+    if Autopilot._installed is not None:
+        raise ProtocolError("nanguard.install() was called twice: call uninstall() of the first one before")
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
+    if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
+        raise ValueError(f"max_norm must be a number above 0, or None, got {max_norm!r}")
+    for name, value, accepted in (
+        ("sync", sync, ("auto", "eager", "late")),
+        ("diagnose", diagnose, ("auto", "full", "brief", "off")),
+        ("capture", capture, ("none", "meta", "batch", "full")),
+    ):
+        if value not in accepted:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+    settings = Settings(
+        policy=policy or patient_policy(),
+        max_norm=max_norm,
+        run_dir=None if run_dir is None else Path(run_dir),
+        trace=trace,
+        sync=sync,
+        diagnose=diagnose,
+        capture=capture,
+    )
+    return begin(settings)
+
+
+def begin(settings: Settings) -> Autopilot:
+    """With settings that have been checked."""
+    autopilot = Autopilot._installed = Autopilot(settings)
+    atexit.register(autopilot.uninstall)
+    return autopilot

@@ -1,0 +1,126 @@
+"""Runs a script or a module as ``python`` would: same ``__main__``, arguments, path, exit status and tracebacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from nanguard.errors import LaunchError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class Program:
+    """What is to be run; raises ``LaunchError`` where there is no such thing, before anything has happened."""
+
+    def __init__(self, target: str, args: Sequence[str], *, is_module: bool) -> None:
+        self.args = tuple(args)
+        if is_module:
+            # The current folder, as with python -m.
+            self._path0 = str(Path.cwd())
+            sys.path.insert(0, self._path0)
+            try:
+                self._code: CodeType | bytes
+                self._code, self._facts = _module(target)
+            finally:
+                sys.path.pop(0)
+        else:
+            self._path0 = str(Path(target).resolve().parent)
+            self._code, self._facts = _script(target)
+        self.path = str(self._facts["__file__"])
+        self._argv0 = self.path if is_module else target
+        self.name = target.rpartition(".")[2] if is_module else Path(target).stem
+
+    def run(self) -> None:
+        """Whatever the program raises is raised, ``SystemExit`` too; its traceback begins with the program."""
+        main = ModuleType("__main__")
+        vars(main).update(self._facts, __builtins__=__builtins__)
+        sys.modules["__main__"] = main
+        sys.excepthook = sys.__excepthook__  # that of our command line is not the program's
+        sys.argv = [self._argv0, *self.args]
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0:1] = [self._path0]  # in the place of the folder that our own command is in
+        try:
+            exec(self._compiled(), vars(main))
+        except SystemExit:
+            raise
+        except BaseException as error:
+            inside = None if error.__traceback__ is None else _after_ours(error.__traceback__)
+            sys.excepthook = _beginning_with(inside, error, sys.excepthook)
+            raise
+
+    def _compiled(self) -> CodeType:
+        if isinstance(self._code, CodeType):
+            return self._code
+        return compile(self._code, self.path, "exec", dont_inherit=True)  # our __future__ is not the program's
+
+
+def _after_ours(trace: TracebackType) -> TracebackType | None:
+    """Where the program begins."""
+    rest: TracebackType | None = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+        rest = rest.tb_next
+    return rest
+
+
+def _beginning_with(inside: TracebackType | None, ours: BaseException, hook: Hook) -> Hook:
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is ours:
+            error.__traceback__ = trace = inside  # Python's own hook goes by the first
+        hook(kind, error, trace)
+
+    return show
+
+
+def _script(target: str) -> tuple[bytes, dict[str, Any]]:
+    path = Path(target)
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise LaunchError(f"{target} is a folder without a __main__.py: give the script to run")
+        path /= "__main__.py"
+    try:
+        source = io.FileIO(path).read()
+    except OSError as error:
+        raise LaunchError(f"cannot open {target}: {error.strerror}") from None
+    file = str(path.absolute())
+    return source, _main_facts(file, None, SourceFileLoader("__main__", file))
+
+
+def _module(target: str) -> tuple[CodeType, dict[str, Any]]:
+    try:
+        spec = importlib.util.find_spec(target)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target}.__main__")
+    except (ImportError, ValueError) as error:
+        raise LaunchError(f"cannot find the module {target}: {error}") from None
+    if spec is None or spec.loader is None or spec.origin is None:
+        raise LaunchError(f"there is no module {target}, or it is a package without a __main__: check its name")
+    loader: Any = spec.loader
+    code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    if code is None:
+        raise LaunchError(f"{target} is not written in Python, so it cannot be run as a program")
+    return code, _main_facts(spec.origin, spec, loader)
+
+
+def _main_facts(file: str, spec: Any, loader: Any) -> dict[str, Any]:
+    return {
+        "__name__": "__main__",
+        "__file__": file,
+        "__spec__": spec,
+        "__package__": None if spec is None else spec.parent,
+        "__loader__": loader,
+        "__cached__": None,
+        "__doc__": None,
+    }
+
+
+def rank_of_process() -> int:
+    """As torchrun numbers them; 0 where it does not run this."""
+    return int(os.environ.get("RANK", "0") or 0)

@@ -1,0 +1,112 @@
+"""The places of torch where a program is heard: made optimizers, their steps, backward passes, loss scaling.
+
+Each is wrapped once and looks as it did: names, signatures and attributes are kept, classes and objects are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from nanguard.autopilot.tower import Tower
+from nanguard.shield import needs_closure
+
+
+class Patches:
+    """Put in place when made; ``remove`` takes them back."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._classes: set[type[Optimizer]] = set()
+        self._replace(Optimizer, "__init__", self._made)
+        self._replace(torch.autograd, "backward", self._backward)
+        self._replace(GradScaler, "scale", self._scale)
+        self._replace(GradScaler, "step", self._scaler_step)
+
+    def remove(self) -> None:
+        while self._saved:
+            owner, name, original = self._saved.pop()
+            setattr(owner, name, original)
+        self._classes.clear()
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        self._saved.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+    def _made(self, original: Callable[..., None]) -> Callable[..., None]:
+        tower = self._tower
+
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if not tower.is_idle and not torch.compiler.is_compiling():
+                self._guard_class(type(optimizer))
+                tower.made(optimizer)
+
+        return __init__
+
+    def _guard_class(self, kind: type[Optimizer]) -> None:
+        """The class that defines the step, which others may inherit."""
+        definer = next(each for each in kind.__mro__ if "step" in vars(each))
+        if definer not in self._classes and definer is not Optimizer:
+            self._classes.add(definer)
+            self._replace(definer, "step", self._step)
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tower = self._tower
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or tower.is_idle:
+                return original(optimizer, *args, **kwargs)
+            closure = args[0] if args else kwargs.get("closure")
+            if callable(closure) and not needs_closure(optimizer):
+                # Its gradients have to be there before anything is decided; the optimizer gets the loss it returned.
+                with torch.enable_grad():
+                    loss = closure()
+                args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+            return tower.step(optimizer, functools.partial(original, optimizer, *args, **kwargs))
+
+        return step
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        tower = self._tower
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or tower.is_idle:
+                original(tensors, *args, **kwargs)
+                return
+            tower.backward(tensors)
+            original(tensors, *args, **kwargs)
+            tower.after_backward(tensors)
+
+        return backward
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: GradScaler, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(scaled, Tensor) and scaled is not outputs:
+                scaled._nanguard_loss = outputs  # type: ignore[attr-defined]
+            return scaled
+
+        return scale
+
+    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tower = self._tower
+
+        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if tower.is_idle or not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            before = tower.scaled_by(optimizer, scaler)
+            result = original(scaler, optimizer, *args, **kwargs)
+            if tower.num_calls(optimizer) == before:  # it has found an overflow and does not step
+                tower.step(optimizer, None)
+            return result
+
+        return step

@@ -1,0 +1,247 @@
+"""Guards one optimizer of the program: each call of its ``step()`` is measured, and let through or not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nanguard import _compat
+from nanguard.agree import Ranks
+from nanguard.assembly import assemble, choose_bundles, choose_snapshots, choose_sync
+from nanguard.autopilot.crew import Crew, names_in_sight
+from nanguard.autopilot.scale import ProgramScaler
+from nanguard.autopilot.settings import Settings
+from nanguard.autopilot.shield import HandedShield, Step
+from nanguard.backup import Backup
+from nanguard.bench import Bench
+from nanguard.capture import Call
+from nanguard.diagnosis.live import FOREVER
+from nanguard.journal import Journal
+from nanguard.numerics.clip import scale_
+from nanguard.numerics.finite import nonfinite
+from nanguard.records import Action, Found, Outcome, Reading, Verdict
+from nanguard.shield import needs_closure
+from nanguard.steps import Steps
+from nanguard.window import Window
+
+log = logging.getLogger("nanguard")
+
+TRACED_STEPS = 300
+"""After a bad step of which nothing is known so many are traced: in a small data set the same batch comes again."""
+
+_ADVICE = "none yet: the next steps are traced, to find it when it comes again; --trace does so from the first on"
+
+
+@dataclass(slots=True)
+class Round:
+    """What happened since an optimizer last stepped; those that step now, without another backward pass, share it.
+
+    ``live`` says how it ran, where it was traced; ``refused`` that a step of it was not let through.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    stepped: list[Pilot] = field(default_factory=list)
+    refused: bool = False
+    live: Any = None
+
+
+class Pilot:
+    """``crew`` holds all that the optimizer trains; ``roots`` are the modules that the program calls."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        crew: nn.Module,
+        roots: Sequence[nn.Module],
+        settings: Settings,
+        *,
+        name: str,
+        scales: bool,
+        shares: bool,
+    ) -> None:
+        self.optimizer, self.name, self._settings = optimizer, name, settings
+        device = optimizer.param_groups[0]["params"][0].device
+        ddp = [root for root in roots if isinstance(root, DistributedDataParallel)]
+        group = ddp[0].process_group if ddp else None
+        ranks = Ranks(crew, device, group, alone=not ddp, averaged=True)
+        self.shield = HandedShield(optimizer)
+        self.bench: Bench = assemble(
+            crew,
+            optimizer,
+            scheduler=None,
+            schedule_per="step",
+            precision="fp32",
+            max_norm=settings.max_norm,
+            clip="group",
+            policy=settings.policy,
+            accumulate=1,
+            drop_bad_microbatches=False,
+            ema=None,
+            loss_scale=None,
+            run_dir=None,
+            process_group=group,
+            shield=self.shield,
+            ranks=ranks,
+            journal=Journal(settings.run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0, optimizer=name),
+        )
+        if scales:
+            self.bench.scaler = ProgramScaler(device)
+        asks = scales or shares or needs_closure(optimizer)
+        self.sync = "eager" if asks else choose_sync(settings.sync, self.bench)
+        self.steps = Steps(
+            self.bench,
+            sync=self.sync,
+            accumulate=1,
+            snapshots=choose_snapshots("auto", settings.policy),
+            diagnose=settings.diagnose,
+            bundles=choose_bundles(settings.capture, settings.run_dir, self.bench),
+            run_dir=settings.run_dir,
+        )
+        self.clinic = self.steps.climber.clinic
+        self.clinic.advice = _ADVICE
+        self.clinic.live.patience = FOREVER if settings.trace else TRACED_STEPS
+        if settings.trace:
+            self.clinic.live.arm()
+        self.num_calls = 0
+        self.grad_scaler: Any = None
+
+    @property
+    def is_tracing(self) -> bool:
+        return self.clinic.live.is_on
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Around all that the program does in a step."""
+        return self._tracing()
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with _compat.without_compilation(), self.clinic.live.following():
+            yield
+
+    def open(self) -> None:
+        """A step begins; what it may change is noted."""
+        self.steps.open(rerunnable=False, divisor=1)
+
+    def note_again(self) -> None:
+        """Another optimizer has stepped: what was noted before is no longer what this step begins with."""
+        if self.bench.window is not None:
+            self.steps.mode.note(self.bench.window)
+
+    def has_bad_gradients(self) -> bool:
+        """Waits for the device."""
+        grads = [p.grad for group in self.shield.groups() for p in group if p.grad is not None]
+        return bool(nonfinite(grads, self.bench.device))
+
+    def look_again(self) -> None:
+        """The program may have put other tensors in the place of those that it trains."""
+        crew, params = self.bench.model, [p for group in self.shield.groups() for p in group]
+        if isinstance(crew, Crew) and {id(p) for p in crew.parameters()} != {id(p) for p in params}:
+            crew.take(params, names_in_sight(params))
+            self.bench.look_again()
+
+    def ask_the_host(self) -> None:
+        """From now on before each step: what other optimizers do must not come in between."""
+        if self.sync == "late":
+            self.sync = "eager"
+            self.steps.ask_the_host()
+            self.open()
+
+    def step(self, call: Step | None, this: Round) -> Any:
+        """A call of ``step()``, None where the program's GradScaler has left it out; gives back what the program gets.
+
+        Syncs as the guard does: not at all where the optimizer is fused and alone on a GPU.
+        """
+        self.num_calls += 1
+        if self.bench.window is None:
+            self.open()
+        window = self.bench.window
+        assert window is not None
+        self._fill(window, this)
+        self._follow()
+        self.shield.take(call)
+        self.steps.finish(window)
+        this.refused = this.refused or self._was_refused()
+        self.open()
+        return self.shield.result
+
+    def before_blind_step(self) -> Backup:
+        """Of an optimizer that computes gradients inside ``step()``, so that nothing can be known before."""
+        self.num_calls += 1
+        if self.bench.window is None:
+            self.open()
+        return Backup([self.optimizer])
+
+    def after_blind_step(self, backup: Backup, this: Round) -> None:
+        """Takes the step back where it has made something non-finite."""
+        bench, window = self.bench, self.bench.window
+        assert window is not None
+        self._fill(window, this)
+        bench.window = None
+        bench.num_steps += 1
+        losses = [float(loss) for loss in this.losses]
+        loss = next((each for each in losses if not math.isfinite(each)), losses[0] if losses else math.nan)
+        rates = bench.schedule.known_rates
+        reading = Reading(step=window.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates)
+        if backup.is_spoiled():
+            found: Found = "loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update"
+            backup.put_back()
+            bench.buffers.undo_()
+            answer = self.steps.climber.answer(window, replace(reading, found=(found,)))
+            bench.journal.record(answer.outcome(applied=False))
+        else:
+            verdict = Verdict(kind="healthy", reading=reading)
+            bench.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
+        self.open()
+
+    def sit_out(self, this: Round) -> None:
+        """Another optimizer of the same round has been refused: all of them step, or none does."""
+        self.num_calls += 1
+        window, bench = self.bench.window, self.bench
+        bench.buffers.undo_()
+        loss = float(this.losses[-1]) if this.losses else math.nan
+        step = bench.num_steps if window is None else window.step
+        bench.num_steps += 1
+        bench.journal.sit_out(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=bench.schedule.known_rates))
+        self.open()
+
+    def put_back(self) -> None:
+        """What a step that another optimizer's was refused in has done to buffers."""
+        self.bench.buffers.undo_()
+
+    def close(self) -> None:
+        self.steps.settle()
+        if self.steps.keeper is not None:
+            self.steps.keeper.close()
+        self.bench.journal.close(steps=self.bench.num_steps)
+
+    def _fill(self, window: Window, this: Round) -> None:
+        window.losses = list(this.losses) or [torch.zeros((), device=self.bench.device)]
+        window.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
+        window.last_seen = [(call.args, dict(call.kwargs)) for call in this.calls]
+        window.live = this.live
+
+    def _follow(self) -> None:
+        """What the program's GradScaler has done to the gradients."""
+        ours = self.bench.scaler
+        if not isinstance(ours, ProgramScaler):
+            return
+        grad_scale = getattr(self.optimizer, "grad_scale", None)
+        if grad_scale is not None and self._settings.max_norm is not None:  # clipping needs them in their true size
+            grads = [p.grad for group in self.shield.groups() for p in group if p.grad is not None]
+            scale_(grads, grad_scale.double().reciprocal().float())
+            self.optimizer.grad_scale = grad_scale = None  # type: ignore[attr-defined]
+        ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None)
+
+    def _was_refused(self) -> bool:
+        last = self.bench.journal.last
+        return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"

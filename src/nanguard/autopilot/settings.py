@@ -1,0 +1,36 @@
+"""How a program is guarded from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nanguard.diagnosis.clinic import How
+from nanguard.incident.bundle import Capture
+from nanguard.ladder import Halt, Rollback, Skip
+from nanguard.policy import Policy
+
+
+def patient_policy() -> Policy:
+    """Bad steps are skipped, however many there are: the program is not ours to stop. Damage is rolled back.
+
+    A finite loss that leaves its past is nobody's business here: a GAN's does so every day.
+    """
+    undo = Rollback(when="damage", times=20, per=1000)
+    return Policy([undo, Skip(times=None), Halt()], divergence=None, max_norm=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """``trace`` follows every op from the first step on, at many times the cost of a step."""
+
+    policy: Policy = field(default_factory=patient_policy)
+    max_norm: float | None = None
+    run_dir: Path | None = None
+    trace: bool = False
+    sync: Literal["auto", "eager", "late"] = "auto"
+    diagnose: How = "auto"
+    capture: Capture = "batch"
+    script: str = ""
+    argv: tuple[str, ...] = ()

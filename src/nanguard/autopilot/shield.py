@@ -1,0 +1,39 @@
+"""An optimizer whose ``step()`` the program calls: it is let through, or it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nanguard.shield import Shield
+
+Step = Callable[[], Any]
+
+
+class HandedShield(Shield):
+    """For one call of ``step()`` at a time. The program clears its gradients itself, and may look at them before."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__([optimizer])
+        self._call: Step | None = None
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+        self.result: Any = None
+
+    def take(self, step: Step | None) -> None:
+        """The call that waits to be let through; None where the program itself has decided to skip."""
+        self._call, self.result = step, None
+        self._grads = [(param, param.grad) for group in self.groups() for param in group]
+
+    def _step(self, optimizer: Optimizer) -> None:
+        if self._call is not None:
+            self.result = self._call()
+
+    def end_step(self) -> None:
+        """Gradients as the program left them."""
+        for param, grad in self._grads:
+            if param.grad is not grad:
+                param.grad = grad
+        self._grads = []

@@ -1,0 +1,404 @@
+"""Hears what the program does, and hands each optimizer's step to its pilot. The one place that knows all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nanguard import _compat
+from nanguard.assembly import introduce
+from nanguard.autopilot.byhand import Hand, leaves_of
+from nanguard.autopilot.crew import crew_of, names_in_sight, owners, uses_grad_scaler
+from nanguard.autopilot.listening import Switchboard
+from nanguard.autopilot.pilot import Pilot, Round
+from nanguard.autopilot.settings import Settings
+from nanguard.autopilot.shield import Step
+from nanguard.capture import Call, Ear
+from nanguard.errors import NonFiniteError
+from nanguard.journal import Journal
+from nanguard.records import Incident
+from nanguard.rng import RngState
+from nanguard.shield import needs_closure
+
+log = logging.getLogger("nanguard")
+
+_SEAT = "_nanguard_pilot"
+"""Where an optimizer keeps its pilot: torch leaves such attributes out of copies, pickles and ``state_dict``."""
+
+
+class Tower:
+    """One for a process. ``patches`` calls it whenever the program does what concerns us."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._arrived: list[weakref.ref[Optimizer]] = []
+        self._names: dict[int, str] = {}
+        self._pilots: list[weakref.ref[Pilot]] = []
+        self._journals: list[Journal] = []
+        self._hand: Hand | None = None
+        self._round = Round()
+        self._companions: dict[int, set[int]] = {}
+        self._is_busy = False
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._traced: tuple[Pilot, contextlib.ExitStack] | None = None
+        self._ear = Ear(self._open_calls, self._random_states, "cuda" if torch.cuda.is_available() else "cpu")
+        self._switchboard = Switchboard(self.take_in, self._open_calls, self._ear)
+        os.register_at_fork(after_in_child=self._leave_alone)
+
+    # ---- what the program does -----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether what happens now is none of our business: our own work, a worker process, a graph being captured."""
+        return self._is_busy or self._is_closed or _is_capturing()
+
+    def made(self, optimizer: Optimizer) -> None:
+        """The program has made an optimizer; it may not be quite finished yet."""
+        params = _parameters(optimizer)
+        with self._at_work("an optimizer could not be looked at"):
+            self._names.update(names_in_sight([*params, *owners(params)]))
+            self._switchboard.listen(owners(params))
+            self._arrived.append(weakref.ref(optimizer))
+
+    def take_in(self) -> None:
+        """Before the program computes anything with them, the optimizers that it has made get their pilots."""
+        while self._arrived and not self.is_idle:
+            optimizer = self._arrived.pop(0)()
+            if optimizer is not None:
+                self._seat(optimizer)
+
+    def backward(self, tensors: Any) -> None:
+        """The program is about to compute gradients of these."""
+        self.take_in()
+        with self._at_work("a loss could not be noted"), _compat.unwatched():
+            losses = _losses(tensors)
+            self._begin_round()
+            self._round.losses += [getattr(loss, "_nanguard_loss", loss).detach().reshape(()) for loss in losses]
+            if not self._seated and losses:
+                self._hand = self._hand or Hand()
+                self._hand.expect(leaves_of(losses))
+
+    def after_backward(self, tensors: Any) -> None:
+        """The gradients are there."""
+        losses = _losses(tensors)
+        if self._traced is not None and losses:
+            with self._busy():
+                live = self._traced[0].clinic.live
+                self._round.live = live.after_backward(losses[-1]) or self._round.live
+        if self._hand is not None and not self._seated and losses:
+            self._step_by_hand(self._hand)
+
+    def scaled_by(self, optimizer: Optimizer, scaler: Any) -> int:
+        """The program's GradScaler is about to step this optimizer, or not; how often that has come to pass so far."""
+        self.take_in()
+        pilot = pilot_of(optimizer)
+        if pilot is None:
+            return 0
+        pilot.grad_scaler = scaler
+        return pilot.num_calls
+
+    def step(self, optimizer: Optimizer, call: Step | None) -> Any:
+        """The program calls ``step()``; with None its GradScaler has left the step out."""
+        self.take_in()
+        pilot = pilot_of(optimizer)
+        if pilot is None:
+            return None if call is None else call()
+        once = _Once(call)
+        try:
+            if needs_closure(optimizer):
+                result = self._step_blindly(pilot, once)
+            else:
+                self._stop_tracing()
+                with self._busy():
+                    result = self._step(pilot, None if call is None else once)
+        except NonFiniteError:
+            raise
+        except Exception:
+            if once.has_raised:  # the program's own
+                raise
+            log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
+            self._dismiss(pilot)
+            return once.result if once.is_called else once()
+        self._start_tracing()
+        return result
+
+    def num_calls(self, optimizer: Optimizer) -> int:
+        """How often its ``step()`` has come by here."""
+        pilot = pilot_of(optimizer)
+        return 0 if pilot is None else pilot.num_calls
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, pilot: Pilot, call: Step | None) -> Any:
+        this = self._round
+        is_first = not this.stepped
+        this.stepped.append(pilot)
+        is_torn = this.refused or (is_first and self._has_bad_companion(pilot))
+        if call is not None and is_torn and not pilot.has_bad_gradients():  # who has bad ones says so
+            this.refused = True
+            pilot.sit_out(this)
+            result = None
+        else:
+            result = pilot.step(call, this)
+        for other in self.pilots:
+            if other is not pilot and this.refused:
+                other.put_back()
+            elif other is not pilot:
+                other.note_again()
+        if not this.calls:
+            self._switchboard.listen_closer()
+        if len(self.pilots) == 1:
+            this.calls.clear()  # nobody else will ask for them, and they hold a batch
+        return result
+
+    def _step_blindly(self, pilot: Pilot, call: Step) -> Any:
+        """The step itself calls forward and backward, which are heard, and traced if need be, as at any other time."""
+        with self._busy(), _compat.unwatched():
+            backup = pilot.before_blind_step()
+        self._begin_round()
+        result = call()
+        self._stop_tracing()
+        with self._busy():
+            self._round.stepped.append(pilot)
+            pilot.after_blind_step(backup, self._round)
+        return result
+
+    def _begin_round(self) -> None:
+        """Where an optimizer has stepped, what happens now belongs to the next steps."""
+        if self._round.stepped:
+            together = {id(pilot) for pilot in self._round.stepped}
+            self._companions.update((key, together) for key in together)
+            self._round = Round()
+
+    def _has_bad_companion(self, pilot: Pilot) -> bool:
+        """Whether one that steps right after this one will be refused: an update by halves is worse than none."""
+        if len(self.pilots) < 2:
+            return False
+        known = self._companions.get(id(pilot))
+        others = [p for p in self.pilots if p is not pilot and (known is None or id(p) in known)]
+        return any(other.has_bad_gradients() and not needs_closure(other.optimizer) for other in others)
+
+    def _step_by_hand(self, hand: Hand) -> None:
+        """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
+        with self._at_work("a step could not be looked at"):
+            self._stop_tracing()
+            hand.pilot = hand.pilot or self._enroll(hand.optimizer, "")
+            if hand.pilot is not None:
+                self._round.stepped.append(hand.pilot)
+                hand.pilot.look_again()
+                hand.pilot.step(lambda: None, self._round)
+                if self._round.refused:
+                    hand.clear_gradients()
+        self._start_tracing()
+
+    # ---- pilots --------------------------------------------------------------------------------------------------
+
+    @property
+    def pilots(self) -> list[Pilot]:
+        """Of optimizers that are still there."""
+        return [pilot for pilot in (ref() for ref in self._pilots) if pilot is not None]
+
+    @property
+    def _seated(self) -> list[Pilot]:
+        return [pilot for pilot in self.pilots if self._hand is None or pilot is not self._hand.pilot]
+
+    def _seat(self, optimizer: Optimizer) -> None:
+        if not _parameters(optimizer):
+            return
+        name = names_in_sight([optimizer]).get(id(optimizer), type(optimizer).__name__)
+        taken = [pilot.name for pilot in self.pilots]
+        with self._busy():
+            self._enroll(optimizer, name if name not in taken else f"{name} {len(taken)}")
+
+    def _enroll(self, optimizer: Optimizer, name: str) -> Pilot | None:
+        """None where the optimizer cannot be guarded, which is said once; the program goes on without."""
+        kind = type(optimizer).__name__
+        params = _parameters(optimizer)
+        roots = owners(params)  # anew: the program may have wrapped them since
+        try:
+            pilot = Pilot(
+                optimizer,
+                crew_of(params, roots, self._names | names_in_sight([*params, *roots])),
+                roots,
+                self._settings,
+                name=name,
+                scales=uses_grad_scaler(),
+                shares=bool(self.pilots),
+            )
+            pilot.open()
+        except ValueError as error:
+            log.warning("%s is not guarded: %s", kind, error)
+            return None
+        except Exception:
+            log.exception("%s is not guarded: nanguard failed to take it in", kind)
+            return None
+        if needs_closure(optimizer):
+            log.warning(
+                "%s computes gradients inside step(), so its steps cannot be checked before: each is looked at "
+                "afterwards, and taken back where it made something non-finite",
+                kind,
+            )
+        self._introduce(pilot)
+        self._switchboard.listen(roots)
+        vars(optimizer)[_SEAT] = pilot
+        self._pilots.append(weakref.ref(pilot))
+        self._start_tracing()
+        return pilot
+
+    def _introduce(self, pilot: Pilot) -> None:
+        journal, settings = pilot.bench.journal, self._settings
+        is_first = not self._journals
+        self._journals.append(journal)
+        for each in self._journals:
+            each.family = self._journals
+        for other in self.pilots:
+            other.ask_the_host()
+        introduce(
+            pilot.bench,
+            asked_precision="the program's own",
+            sync=pilot.sync,
+            program={"script": settings.script, "argv": list(settings.argv)},
+            joins=not is_first,
+        )
+
+    def _dismiss(self, pilot: Pilot) -> None:
+        vars(pilot.optimizer).pop(_SEAT, None)
+        self._pilots = [ref for ref in self._pilots if ref() is not pilot]
+
+    # ---- what is noted -------------------------------------------------------------------------------------------
+
+    def _open_calls(self) -> list[Call] | None:
+        if self.is_idle or not torch.is_grad_enabled():
+            return None
+        self._begin_round()
+        return self._round.calls
+
+    def _random_states(self) -> RngState | None:
+        pilots = self.pilots
+        return pilots[0].bench.dice.now(pilots[0].bench.num_steps) if pilots else None
+
+    def _start_tracing(self) -> None:
+        """From the end of one step to the next; one trace at a time."""
+        if self._traced is None:
+            for pilot in self.pilots:
+                if pilot.is_tracing:
+                    stack = contextlib.ExitStack()
+                    stack.enter_context(pilot.tracing())
+                    self._traced = pilot, stack
+                    return
+
+    def _stop_tracing(self) -> None:
+        if self._traced is not None:
+            _, stack = self._traced
+            self._traced = None
+            stack.close()
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def incidents(self) -> Sequence[Incident]:
+        """Of all optimizers, as far as the host has heard."""
+        return [incident for journal in self._journals for incident in journal.incidents]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Steps applied, skipped and so on, of all optimizers."""
+        total: Counter[str] = Counter()
+        for journal in self._journals:
+            total.update(journal.counts)  # adding would leave out what is zero
+        return total
+
+    @property
+    def num_optimizers(self) -> int:
+        return len(self._journals)
+
+    def unsound(self) -> tuple[str, ...]:
+        with self._busy(), _compat.unwatched():
+            return tuple(name for pilot in self.pilots for name in pilot.steps.climber.unsound())
+
+    def close(self) -> None:
+        """Hears of what is under way, and ends the run log. Afterwards the program is on its own."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._stop_tracing()
+        self._is_busy = True
+        for pilot in self.pilots:
+            try:
+                pilot.close()
+            except NonFiniteError as error:
+                log.warning("%s", error)
+            except Exception:
+                log.exception("the last steps could not be looked at")
+        self._switchboard.hang_up()
+        self._is_closed = True
+
+    def _leave_alone(self) -> None:
+        """In a forked process, such as a worker of a DataLoader."""
+        self._stop_tracing()
+        self._is_closed = True
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    @contextlib.contextmanager
+    def _at_work(self, failure: str) -> Iterator[None]:
+        """A fault of our own is said, and never the program's end."""
+        try:
+            with self._busy():
+                yield
+        except NonFiniteError:
+            raise
+        except Exception:
+            log.exception("nanguard: %s", failure)
+
+
+class _Once:
+    """A call of the program's, whether it was made, and what became of it."""
+
+    def __init__(self, call: Step | None) -> None:
+        self._call = call
+        self.is_called = self.has_raised = False
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        self.is_called = True
+        try:
+            self.result = None if self._call is None else self._call()
+        except BaseException:
+            self.has_raised = True
+            raise
+        return self.result
+
+
+def pilot_of(optimizer: Optimizer) -> Pilot | None:
+    pilot: Pilot | None = vars(optimizer).get(_SEAT)
+    return pilot
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _losses(tensors: Any) -> list[Tensor]:
+    """Of what is differentiated, the numbers."""
+    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,199 @@
+"""What to look for in how a program uses half precision. Each function yields the place, and what is wrong there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from nanguard.checkup.script import Script
+
+Complaints = Iterator[tuple[ast.AST, str]]
+
+AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
+SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler")
+OLD = ("torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler", "torch.cpu.amp.autocast", "torch.cpu.amp.GradScaler")
+CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
+UNTRACKED = ("torch.no_grad", "torch.inference_mode")
+FRAMEWORKS = (
+    "accelerate",
+    "apex",
+    "composer",
+    "deepspeed",
+    "fairscale",
+    "ignite",
+    "lightning",
+    "nanguard",
+    "pytorch_lightning",
+    "speechbrain",
+    "transformers",
+)
+"""These may scale the loss by themselves."""
+
+FORMATS = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
+SMALLEST_FP16_EPS = 2**-25
+"""What is smaller rounds to zero in fp16; at 2**-25 itself the tie goes to zero too."""
+
+HALVED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.NAdam", "torch.optim.RMSprop")
+
+
+def format_of(script: Script, call: ast.Call) -> str:
+    """``fp16`` or ``bf16`` of an autocast that is on; empty where that is not certain."""
+    enabled = script.argument(call, "enabled", 0 if script.called(call) in OLD else None)
+    if script.is_open(call) or (enabled is not None and script.constant(enabled) is not True):
+        return ""
+    dtype = script.argument(call, "dtype", 1)
+    if dtype is not None:
+        return FORMATS.get(script.name(script.behind(dtype)), "")
+    return {"cuda": "fp16", "cpu": "bf16"}.get(device_of(script, call), "")
+
+
+def device_of(script: Script, call: ast.Call) -> str:
+    """``cuda`` or ``cpu`` of an autocast; empty where that is not certain."""
+    name = script.called(call)
+    if name in OLD:
+        return name.split(".")[1]
+    device = script.constant(script.argument(call, "device_type", 0))
+    return device.partition(":")[0] if isinstance(device, str) else ""
+
+
+def scaler_with_bf16(script: Script) -> Complaints:
+    formats = {format_of(script, call) for call in script.calls(*AUTOCASTS)}
+    for call in script.calls(*SCALERS):
+        enabled = script.argument(call, "enabled")
+        is_on = not script.is_open(call) and (enabled is None or script.constant(enabled) is True)
+        if is_on and formats == {"bf16"}:
+            yield call, "a GradScaler, and autocast to bf16 only"
+
+
+def fp16_without_scaler(script: Script) -> Complaints:
+    if _speaks_of(script, "scale") or script.imports_from(*FRAMEWORKS) or not script.methods("step"):
+        return
+    plain = [call for call in script.methods("backward") if not isinstance(_owner(call), ast.BinOp)]
+    for call in script.calls(*AUTOCASTS):
+        trains = any(script.function(backward) is script.function(call) for backward in plain)
+        watched = not any(script.called(context) in UNTRACKED for context in script.contexts(call))
+        if format_of(script, call) == "fp16" and trains and watched and _is_context(script, call):
+            yield call, "autocast to fp16 without a GradScaler"
+
+
+def clip_before_unscale(script: Script) -> Complaints:
+    for backward, scaler in _scaled_backwards(script):
+        here = script.function(backward)
+        steps = [call for call in script.methods("step") if script.owner(call) == scaler]
+        clips = [call for call in script.calls(*CLIPS) if script.function(call) is here and _after(call, backward)]
+        if not any(script.function(step) is here for step in steps) or not clips:
+            continue
+        unscales = [call for call in script.methods("unscale_") if script.owner(call) == scaler]
+        beside = [call for call in unscales if script.function(call) is here and _after(call, backward)]
+        if not unscales:
+            yield clips[0], f"gradients are clipped while they are still multiplied by the loss scale of {scaler}"
+        elif beside and _after(beside[0], clips[0]) and script.loops(beside[0]) == script.loops(clips[0]):
+            yield clips[0], f"gradients are clipped before {scaler}.unscale_, which comes in line {beside[0].lineno}"
+
+
+def scaler_without_update(script: Script) -> Complaints:
+    updated = {script.owner(call) for call in script.methods("update")}
+    for scaler in {scaler for _, scaler in _scaled_backwards(script)} - updated:
+        for step in [call for call in script.methods("step") if script.owner(call) == scaler][:1]:
+            if not _is_handed_on(script, scaler):
+                yield step, f"{scaler}.step is called, and {scaler}.update never"
+
+
+def scaler_that_does_not_scale(script: Script) -> Complaints:
+    scaling = {script.owner(call) for call in script.methods("scale")}
+    for call in script.calls(*SCALERS):
+        scaler = script.variable(call)
+        for step in [each for each in script.methods("step") if scaler and script.owner(each) == scaler][:1]:
+            if scaler not in scaling and not _is_handed_on(script, scaler) and script.methods("backward"):
+                yield step, f"{scaler}.step is called, and {scaler}.scale never"
+
+
+def backward_in_autocast(script: Script) -> Complaints:
+    for backward in script.methods("backward"):
+        if any(script.called(c) in AUTOCASTS and format_of(script, c) for c in script.contexts(backward)):
+            yield backward, "the backward pass runs under autocast"
+
+
+def bce_in_autocast(script: Script) -> Complaints:
+    for call in script.all(ast.Call):
+        made = script.called(script.behind(call.func))
+        if script.called(call) != "F.binary_cross_entropy" and made != "torch.nn.BCELoss":
+            continue
+        inside = [c for c in script.contexts(call) if script.called(c) in AUTOCASTS]
+        if inside and format_of(script, inside[0]) and device_of(script, inside[0]) == "cuda":
+            yield call, "binary cross entropy of probabilities under CUDA's autocast"
+
+
+def fp16_on_cpu(script: Script) -> Complaints:
+    for call in script.calls(*AUTOCASTS):
+        if device_of(script, call) == "cpu" and format_of(script, call) == "fp16":
+            yield call, "fp16 on a CPU"
+
+
+def half_with_adam(script: Script) -> Complaints:
+    halved = {script.owner(call) for call in script.methods("half", "to") if _makes_half(script, call)}
+    widened = {script.owner(call) for call in script.methods("float", "double")}
+    for call in script.calls(*HALVED):
+        parameters = script.argument(call, "params", 0)
+        eps = script.argument(call, "eps")
+        value = 1e-8 if eps is None else script.constant(eps)
+        if script.is_open(call) or not isinstance(parameters, ast.Call) or script.method(parameters) != "parameters":
+            continue
+        is_half = _is_made_half(script, _owner(parameters)) or script.owner(parameters) in halved - widened
+        if is_half and isinstance(value, float) and value <= SMALLEST_FP16_EPS:
+            yield call, f"{script.called(call).rpartition('.')[2]} with eps={value:g} on weights in fp16"
+
+
+def old_amp(script: Script) -> Complaints:
+    for call in script.calls(*OLD)[:1]:
+        yield call, f"{script.called(call)} is deprecated"
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _owner(call: ast.Call) -> ast.expr | None:
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def _after(call: ast.Call, other: ast.Call) -> bool:
+    return (call.lineno, call.col_offset) > (other.lineno, other.col_offset)
+
+
+def _scaled_backwards(script: Script) -> list[tuple[ast.Call, str]]:
+    """Each ``scaler.scale(loss).backward()``, with the name of the scaler."""
+    calls = [(call, _owner(call)) for call in script.methods("backward")]
+    return [(call, script.owner(by)) for call, by in calls if isinstance(by, ast.Call) and script.method(by) == "scale"]
+
+
+def _speaks_of(script: Script, word: str) -> bool:
+    """Whether any name of the program has this word in it."""
+    names = [node.id for node in script.all(ast.Name)] + [node.attr for node in script.all(ast.Attribute)]
+    names += [node.arg for node in script.all(ast.arg)] + [node.arg or "" for node in script.all(ast.keyword)]
+    names += [alias.name for node in script.all(ast.ImportFrom) for alias in node.names]
+    return any(word in name.lower() for name in names)
+
+
+def _is_handed_on(script: Script, variable: str) -> bool:
+    """Whether something else is given the variable, and may do anything with it."""
+    arguments = [a for call in script.all(ast.Call) for a in (*call.args, *(k.value for k in call.keywords))]
+    return any(ast.unparse(a) == variable for a in arguments if isinstance(a, (ast.Name, ast.Attribute)))
+
+
+def _is_context(script: Script, call: ast.Call) -> bool:
+    return isinstance(script.parents.get(call), ast.withitem)
+
+
+def _makes_half(script: Script, call: ast.Call) -> bool:
+    """``x.half()`` or ``x.to(torch.float16)``, certainly reached."""
+    if script.is_conditional(call):
+        return False
+    if script.method(call) == "half":
+        return not call.args
+    given = [script.name(each) for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+    return any(FORMATS.get(name) == "fp16" for name in given)
+
+
+def _is_made_half(script: Script, model: ast.expr | None) -> bool:
+    made = script.behind(model)
+    return isinstance(made, ast.Call) and script.method(made) in ("half", "to") and _makes_half(script, made)

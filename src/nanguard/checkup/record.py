@@ -1,0 +1,67 @@
+"""What a checkup says: facts about the machine, and findings, each with what to change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "advice"]
+"""Training breaks or learns something else; it may break, or is slowed down; it could be better."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A line of a program."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Something to change. ``place`` is None where it is about the machine."""
+
+    rule: str
+    severity: Severity
+    what: str
+    why: str
+    change: str
+    place: Place | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """Something about the machine, in words."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkup:
+    """All that was seen. ``script`` is None where none was given."""
+
+    facts: tuple[Fact, ...]
+    findings: tuple[Finding, ...]
+    script: str | None = None
+
+    @property
+    def status(self) -> int:
+        """1 if there is something to change, else 0."""
+        return 1 if self.findings else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "status": self.status,
+            "script": self.script,
+            "machine": {fact.name: fact.value for fact in self.facts},
+            "findings": [finding.as_dict() for finding in self.findings],
+        }

@@ -1,0 +1,188 @@
+"""The table of rules. A new one is a function that yields places, and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanguard.checkup import amp, loop, losses
+from nanguard.checkup.amp import Complaints
+from nanguard.checkup.record import Finding, Severity
+from nanguard.checkup.script import Script
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Something to look for, why it matters, and what to write instead."""
+
+    name: str
+    severity: Severity
+    look: Callable[[Script], Complaints]
+    why: str
+    change: str
+
+
+RULES = (
+    Rule(
+        name="fp16-without-scaler",
+        severity="error",
+        look=amp.fp16_without_scaler,
+        why="gradients below 6e-8 are zero in fp16, so much of the model does not learn",
+        change="scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); "
+        "scaler.update(). Or dtype=torch.bfloat16, which needs none",
+    ),
+    Rule(
+        name="clip-before-unscale",
+        severity="error",
+        look=amp.clip_before_unscale,
+        why="the norm is compared while it is thousands of times too large, so every step is clipped to almost nothing",
+        change="call scaler.unscale_(optimizer) right before clipping",
+    ),
+    Rule(
+        name="scaler-without-update",
+        severity="error",
+        look=amp.scaler_without_update,
+        why="the scale never adapts, and torch refuses the next step",
+        change="call scaler.update() after scaler.step(optimizer)",
+    ),
+    Rule(
+        name="scaler-that-does-not-scale",
+        severity="error",
+        look=amp.scaler_that_does_not_scale,
+        why="step divides the gradients by a scale that they were never multiplied by",
+        change="scaler.scale(loss).backward() instead of loss.backward()",
+    ),
+    Rule(
+        name="half-with-adam",
+        severity="error",
+        look=amp.half_with_adam,
+        why="squared gradients and eps are both zero in fp16, and the update is divided by their sum",
+        change="keep weights in fp32 and use torch.autocast, or give eps=1e-4",
+    ),
+    Rule(
+        name="bce-in-autocast",
+        severity="error",
+        look=amp.bce_in_autocast,
+        why="torch refuses it there: probabilities in fp16 round to 0 and 1, whose logarithm is Inf",
+        change="binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid",
+    ),
+    Rule(
+        name="no-zero-grad",
+        severity="error",
+        look=loop.no_zero_grad,
+        why="every step uses the sum of all gradients since the first",
+        change="call optimizer.zero_grad() after each step",
+    ),
+    Rule(
+        name="clip-after-step",
+        severity="error",
+        look=loop.clip_after_step,
+        why="it has no effect on this step",
+        change="clip between backward() and step()",
+    ),
+    Rule(
+        name="cross-entropy-of-probabilities",
+        severity="error",
+        look=losses.cross_entropy_of_probabilities,
+        why="it takes the softmax once more, so the loss cannot come near zero and gradients are small",
+        change="give it the scores before the softmax",
+    ),
+    Rule(
+        name="nll-of-no-logarithms",
+        severity="error",
+        look=losses.nll_of_no_logarithms,
+        why="it expects logarithms of probabilities; of anything else it has no lower bound or is no likelihood",
+        change="F.cross_entropy of the raw scores, or log_softmax before it",
+    ),
+    Rule(
+        name="eps-of-zero",
+        severity="error",
+        look=losses.eps_of_zero,
+        why="where the variance, norm or squared gradient is zero this is 0/0",
+        change="leave eps at its default",
+    ),
+    Rule(
+        name="log-of-softmax",
+        severity="warning",
+        look=losses.log_of_softmax,
+        why="what is very unlikely underflows to zero, and its logarithm is -Inf",
+        change="log_softmax (or logsigmoid), which does both in one",
+    ),
+    Rule(
+        name="schedule-before-step",
+        severity="warning",
+        look=loop.schedule_before_step,
+        why="the first learning rate of the schedule is never used",
+        change="call scheduler.step() after optimizer.step()",
+    ),
+    Rule(
+        name="anomaly-left-on",
+        severity="warning",
+        look=loop.anomaly_left_on,
+        why="every step becomes several times slower, and Inf is not seen by it",
+        change="turn it on while you look for something; nanguard replays the bad step instead",
+    ),
+    Rule(
+        name="scaler-with-bf16",
+        severity="advice",
+        look=amp.scaler_with_bf16,
+        why="bf16 has the range of fp32: nothing needs to be scaled, and a scaler only adds work",
+        change="leave the GradScaler out",
+    ),
+    Rule(
+        name="backward-in-autocast",
+        severity="advice",
+        look=amp.backward_in_autocast,
+        why="backward ops choose their format by the forward ops; torch advises against autocast around them",
+        change="end the with block before backward()",
+    ),
+    Rule(
+        name="fp16-on-cpu",
+        severity="advice",
+        look=amp.fp16_on_cpu,
+        why="most CPUs cannot multiply fp16 matrices by themselves, and torch is then slower than in fp32",
+        change="dtype=torch.bfloat16",
+    ),
+    Rule(
+        name="not-fused",
+        severity="advice",
+        look=loop.not_fused,
+        why="a fused optimizer takes fewer kernels, and under the guard it costs no wait for the GPU",
+        change="give it fused=True",
+    ),
+    Rule(
+        name="loss-read-every-step",
+        severity="advice",
+        look=loop.loss_read_every_step,
+        why="the host waits for the GPU to finish before it can queue the next step",
+        change="sum loss.detach() on the device, and read it every few dozen steps",
+    ),
+    Rule(
+        name="old-amp",
+        severity="advice",
+        look=amp.old_amp,
+        why="torch has warned about it since 2.4",
+        change="torch.autocast('cuda') and torch.amp.GradScaler('cuda')",
+    ),
+)
+
+
+def examine(script: Script) -> list[Finding]:
+    """Everything the rules find, once a line, in the order of the lines within each severity."""
+    found: dict[tuple[str, int], Finding] = {}
+    for rule in RULES:
+        for node, what in rule.look(script):
+            place = script.place(node)
+            found.setdefault(
+                (rule.name, place.line),
+                Finding(
+                    rule=rule.name,
+                    severity=rule.severity,
+                    what=what,
+                    why=rule.why,
+                    change=rule.change,
+                    place=place,
+                ),
+            )
+    order = {"error": 0, "warning": 1, "advice": 2}
+    return [found[key] for key in sorted(found, key=lambda key: (order[found[key].severity], key[1]))]

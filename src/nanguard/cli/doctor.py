@@ -1,0 +1,58 @@
+"""``nanguard doctor``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nanguard.cli.speech import fail
+
+EXAMPLES = (
+    "nanguard doctor",
+    "nanguard doctor train.py",
+    "nanguard doctor train.py --json",
+)
+
+
+def doctor(
+    script: Annotated[
+        Path | None, typer.Argument(metavar="SCRIPT", help="A program to look at. It is read, never run.")
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(file_okay=False, help="Where runs are going to be written.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Look at the machine, and at a program if one is given, and say what to change.
+
+    Of a program only what is certain is said: half precision, loss scaling, clipping, losses, and order of calls.
+
+    Ends with status 0 if there is nothing to change, 1 if there is, 2 if it could not look.
+    """
+    from nanguard.checkup import machine, rules, view
+    from nanguard.checkup.record import Checkup
+    from nanguard.checkup.script import Script
+    from nanguard.errors import ScriptError
+
+    try:
+        read = None if script is None else Script.read(script)
+    except ScriptError as error:
+        fail(str(error), as_json=as_json)
+    facts, findings = machine.look(run_dir)
+    if read is not None:
+        findings += rules.examine(read)
+    checkup = Checkup(facts=tuple(facts), findings=tuple(findings), script=None if script is None else str(script))
+    if as_json:
+        typer.echo(json.dumps(checkup.as_dict(), indent=2))
+        raise typer.Exit(checkup.status)
+    out = Console(highlight=False)
+    out.print(view.facts_table(checkup.facts))
+    for finding in checkup.findings:
+        out.print()
+        for line in view.finding_lines(finding, out.width):
+            out.print(line, soft_wrap=True)
+    out.print()
+    out.print(view.summary(checkup))
+    raise typer.Exit(checkup.status)

@@ -1,0 +1,60 @@
+"""``nanguard report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanguard.cli.speech import fail, printable
+
+EXAMPLES = (
+    "nanguard report runs/a --open",
+    "nanguard report runs/a runs/b --out both.html",
+    "nanguard report runs/a --json",
+)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their run.jsonl.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write it; RUN/report.html if not told.")
+    ] = None,
+    in_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object about it instead.")] = False,
+) -> None:
+    """Write one HTML page about a run, or several laid over each other: what happened, where, why, what to do.
+
+    The page holds all it needs and opens without a network. Runs nothing that a file holds.
+
+    Ends with status 0, or 2 if something could not be read or written.
+    """
+    from nanguard.errors import NanguardError
+    from nanguard.report import page
+    from nanguard.report.html.prose import as_dict, plain_summary
+
+    place = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+    try:
+        made = page.make_report(runs)
+        written = page.write(made, place)
+    except NanguardError as error:
+        fail(str(error), as_json=as_json)
+    if as_json:
+        told = [as_dict(story) for story in made.stories]
+        status = 2 if made.troubles else 0
+        print_json = {"schema": 1, "status": status, "report": str(written), "runs": told}
+        typer.echo(json.dumps({**print_json, "troubles": list(made.troubles)}, indent=2))
+    else:
+        for story in made.stories:
+            name = f"{story.label}: " if len(made.stories) > 1 else ""
+            typer.echo(printable(f"{name}{plain_summary(story)}"))
+        typer.echo(printable(str(written)))
+        for trouble in made.troubles:
+            typer.echo(printable(trouble), err=True)
+    if in_browser:
+        import webbrowser
+
+        webbrowser.open(written.resolve().as_uri())
+    raise typer.Exit(2 if made.troubles else 0)

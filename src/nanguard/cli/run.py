@@ -1,0 +1,158 @@
+"""``nanguard run``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanguard.cli.speech import fail, logging_to, stderr_console
+
+if TYPE_CHECKING:
+    from nanguard.autopilot.launch import Program
+    from nanguard.autopilot.settings import Settings
+
+EXAMPLES = (
+    "nanguard run train.py --lr 3e-4",
+    "nanguard run --halt-on-first -m mypackage.train",
+    "nanguard run --trace --run-dir runs/a train.py",
+    "torchrun --nproc-per-node 2 -m nanguard run train.py",
+)
+
+CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+log = logging.getLogger("nanguard")
+
+
+def _recipes(incomplete: str) -> list[str]:
+    from nanguard.policy import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program, and after it its own arguments.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Handed on as they are.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What to do about trouble: a recipe. Skips, if not given.", autocompletion=_recipes
+        ),
+    ] = None,
+    max_norm: Annotated[float | None, typer.Option(help="Clip each parameter group to this gradient norm.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Where to write the run log. [default: runs/SCRIPT]")
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Follow every op from the first step on. Slow.")] = False,
+    halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No panels; a line at the end if need be.")] = False,
+) -> None:
+    """Run an unchanged PyTorch program with the guard around it.
+
+    A step with a non-finite loss or gradient never reaches weights, optimizer state or buffers; where it came from is
+    said on stderr. A healthy run is the same run, bit for bit. Options of nanguard stand before the script.
+
+    Ends with the status of the program; 2 if there is no such program.
+    """
+    from nanguard.errors import LaunchError
+
+    if policy is not None and halt_on_first:
+        raise typer.BadParameter("--policy and --halt-on-first say two different things: give one of them")
+    if max_norm is not None and not 0 < max_norm < float("inf"):
+        raise typer.BadParameter(f"--max-norm must be a number above 0, got {max_norm}")
+    try:
+        from nanguard.autopilot.launch import Program
+
+        program = Program(script, args or (), is_module=is_module)
+        settings = _settings(program, policy, halt_on_first, max_norm, _place(run_dir, program.name), trace)
+    except LaunchError as error:
+        fail(str(error), as_json=False)
+    fly = functools.partial(_fly, program, settings, quiet)
+    if isinstance(context.obj, list):
+        context.obj.append(fly)  # when the command line has been left, which would take its exceptions for its own
+    else:
+        fly()
+
+
+def _settings(
+    program: Program, policy: str | None, halts: bool, max_norm: float | None, run_dir: Path | None, trace: bool
+) -> Settings:
+    from nanguard.autopilot.settings import Settings, patient_policy
+    from nanguard.ladder import Halt
+    from nanguard.policy import Policy
+
+    chosen = Policy([Halt()], divergence=None, max_norm=None) if halts else patient_policy()
+    if policy is not None:
+        try:
+            chosen = Policy.recipe(policy)
+        except ValueError as error:
+            raise typer.BadParameter(f"--policy: {error}") from None
+        max_norm = chosen.max_norm if max_norm is None else max_norm
+    return Settings(
+        policy=chosen, max_norm=max_norm, run_dir=run_dir, trace=trace, script=program.path, argv=program.args
+    )
+
+
+def _place(asked: Path | None, name: str) -> Path | None:
+    """The folder of the run; None, with a warning, where nothing can be written."""
+    path = asked
+    if path is None:
+        launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        base = Path("runs") / "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
+        path, number = base, 2
+        while not launch and (path / "run.jsonl").exists():  # ranks of one launch share a folder
+            path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if os.access(there, os.W_OK) and there.is_dir():
+        return path
+    typer.echo(f"nanguard: {there} cannot be written to, so there will be no run log", err=True)
+    return None
+
+
+def _fly(program: Program, settings: Settings, quiet: bool) -> None:
+    from nanguard.autopilot.entry import begin
+    from nanguard.autopilot.launch import rank_of_process
+
+    with logging_to(stderr_console(quiet=quiet), alone=True):
+        autopilot = begin(settings)
+        try:
+            program.run()
+        finally:
+            unsound = autopilot.unsound()
+            autopilot.uninstall()
+            if rank_of_process() == 0:
+                _sum_up(autopilot, settings.run_dir, unsound, quiet)
+
+
+def _sum_up(autopilot: Any, run_dir: Path | None, unsound: tuple[str, ...], quiet: bool) -> None:
+    """One line on stderr, and the report where something has happened. Never the program's trouble."""
+    try:
+        from nanguard.autopilot.summary import sentence
+
+        incidents = autopilot.incidents
+        where = "" if run_dir is None or not autopilot.num_optimizers else _report(run_dir, bool(incidents))
+        if incidents or not quiet:
+            print(f"nanguard: {sentence(autopilot, unsound=unsound)}{where}", file=sys.stderr)
+    except Exception:
+        log.exception("what happened could not be summed up")
+
+
+def _report(run_dir: Path, is_worth_it: bool) -> str:
+    from nanguard.errors import NanguardError
+
+    if not is_worth_it:
+        return f"; run log {run_dir / 'run.jsonl'}"
+    try:
+        from nanguard.report.page import write_report
+
+        return f"; report {write_report([run_dir], run_dir / 'report.html')}"
+    except (ImportError, NanguardError, OSError) as error:
+        log.info("no report: %s", error)
+        return f"; nanguard explain {run_dir}"

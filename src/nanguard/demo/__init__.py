@@ -1,0 +1,1 @@
+"""``nanguard demo``: a small GPT that dies in a plain loop and finishes under the guard."""

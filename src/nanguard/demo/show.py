@@ -1,0 +1,239 @@
+"""What ``nanguard demo`` shows: both runs as they go, and the comparison."""
+
+from __future__ import annotations
+
+import logging
+import math
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from nanguard.demo import text, training
+from nanguard.demo.training import Progress, Result
+from nanguard.errors import ReportError
+from nanguard.guard import Guard
+from nanguard.records import Incident
+from nanguard.report.panel import panel
+
+INTRO = """
+A small GPT learns to write like "Alice's Adventures in Wonderland", in fp16, twice: same weights, same data, same
+order. Nothing is injected. Its queries and keys learn at a rate that is too hot, so that their products outgrow fp16,
+as they do in large models after weeks. And one paragraph of the book is a row of asterisks, of which cleaning leaves an
+empty document: its mean loss is 0/0.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Both runs, where the guarded one was kept, and its report; None with a reason where there is none."""
+
+    seed: int
+    steps: int
+    run_dir: Path
+    plain: Result
+    guarded: Result
+    report: Path | None
+    no_report: str
+
+    @property
+    def has_died(self) -> bool:
+        return not self.plain.weights_finite
+
+    @property
+    def has_finished(self) -> bool:
+        return self.guarded.weights_finite and self.guarded.steps == self.steps
+
+    @property
+    def status(self) -> int:
+        return 0 if self.has_died and self.has_finished else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "status": self.status,
+            "seed": self.seed,
+            "steps": self.steps,
+            "run_dir": str(self.run_dir),
+            "report": None if self.report is None else str(self.report),
+            "plain": self.plain.as_dict(),
+            "guarded": self.guarded.as_dict(),
+        }
+
+
+def compare(*, seed: int, steps: int, run_dir: Path, err: Console) -> Comparison:
+    """Trains twice, and tells ``err`` how it goes. Raises ``NonFiniteError`` where the guarded run halts."""
+    # On a busy machine threads wait for each other, and the number of cores would show in the numbers.
+    torch.set_num_threads(1)
+    data = text.prepare(steps, torch.Generator().manual_seed(seed))
+
+    model, optimizer = training.fresh(seed)
+    plain_run = _told_in_words(training.plain_loop(model, optimizer, data), err)
+    plain = training.plain_result(model, _watched("plain", plain_run, steps, err), data, seed)
+
+    model, optimizer = training.fresh(seed)
+    with _without_panels(), training.guard_of(model, optimizer, run_dir) as guard:
+        told = _watched("guarded", _told_by_panels(training.guarded_loop(guard, data), guard, err), steps, err)
+    guarded = training.guarded_result(guard, model, told, data, seed)
+    report, no_report = _report(run_dir)
+    return Comparison(
+        seed=seed,
+        steps=steps,
+        run_dir=run_dir,
+        plain=plain,
+        guarded=guarded,
+        report=report,
+        no_report=no_report,
+    )
+
+
+def introduce(out: Console) -> None:
+    out.print(textwrap.fill(" ".join(INTRO.split()), out.width), end="\n\n", markup=False)
+
+
+def conclude(comparison: Comparison, out: Console) -> None:
+    """The table, what both models write, and where to read on."""
+    plain, guarded, run_dir = comparison.plain, comparison.guarded, comparison.run_dir
+    out.print(table(comparison))
+    out.print(Text(" plain writes    ").append(plain.sample or "nothing: every probability is NaN", style="italic"))
+    out.print(Text(" guarded writes  ").append(guarded.sample or "nothing: every probability is NaN", style="italic"))
+    out.print()
+    rows = [
+        ("run log", run_dir / "run.jsonl"),
+        ("report", comparison.report or comparison.no_report),
+        ("read on", f"nanguard explain {run_dir}"),
+        ("", f"nanguard report {run_dir} --open"),
+    ]
+    for name, where in rows:
+        out.print(f" {name:<8}  {where}", markup=False, soft_wrap=True)
+    if not comparison.has_died:
+        why = f"{comparison.steps} steps are too few for it to die" if comparison.steps < 300 else "it should not have"
+        out.print(f"\nThe plain loop survived: {why}. This run shows nothing.", markup=False)
+    if not comparison.has_finished:
+        out.print("\nThe guarded run did not end with finite weights, which is a bug in nanguard.")
+
+
+def table(comparison: Comparison) -> Table:
+    both = (comparison.plain, comparison.guarded)
+    finite = {True: "yes", False: "[bold red]no[/]"}
+    rows = Table("", Column("plain", justify="right"), Column("guarded", justify="right"), box=SIMPLE_HEAD)
+    rows.add_row("steps done", *(f"{r.steps} of {comparison.steps}" for r in both))
+    rows.add_row("of these applied", *(str(r.applied) for r in both))
+    rows.add_row("loss scale at the end", *(_number(r.scale) for r in both))
+    rows.add_row("modules raised to fp32", *(str(len(r.raised)) for r in both))
+    rows.add_row(f"final loss, mean of {training.LAST_STEPS}", *(f"{r.final_loss:.3f}" for r in both))
+    rows.add_row("held-out loss", *(f"{r.held_out_loss:.3f}" for r in both))
+    rows.add_row("weights finite", *(finite[r.weights_finite] for r in both))
+    return rows
+
+
+def _number(scale: float) -> str:
+    return f"{scale:,.0f}" if scale >= 1 else f"{scale:.2g}"
+
+
+# ---- the runs as they go ---------------------------------------------------------------------------------------------
+
+
+def _watched(name: str, run: Iterator[Progress], steps: int, err: Console) -> Progress:
+    """Goes through a run behind a progress bar; returns how far it came."""
+    columns = (
+        TextColumn(f" {name:<8}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  scale {task.fields[scale]}"),
+        TimeElapsedColumn(),
+    )
+    told = Progress()
+    with ProgressBar(*columns, console=err) as bar:
+        task = bar.add_task(name, total=steps, loss=math.nan, scale="")
+        for told in run:
+            bar.update(task, completed=len(told.losses), loss=told.losses[-1], scale=_number(told.scale))
+    return told
+
+
+def _told_in_words(run: Iterator[Progress], err: Console) -> Iterator[Progress]:
+    """Passes on how the plain loop goes, and says what becomes of it."""
+
+    def say(words: str) -> None:
+        head, indent = f" plain  step {len(told.losses) - 1}".ljust(18), " " * 18
+        lines = textwrap.wrap(words, max(err.width - len(indent), 20))
+        err.print(head + f"\n{indent}".join(lines), style="red", markup=False, soft_wrap=True)
+
+    share_of_nan, has_begun, has_stalled, told = 0.0, False, False, Progress()
+    for told in run:
+        is_nan = math.isnan(told.losses[-1])
+        share_of_nan = 0.9 * share_of_nan + 0.1 * is_nan
+        if is_nan and not has_begun:
+            has_begun = True
+            say(f"loss nan: the GradScaler leaves the step out and halves its scale to {_number(told.scale)}")
+        elif share_of_nan > 0.5 and not has_stalled:
+            has_stalled = True
+            say(f"most losses are nan by now, and each one halves the scale again: {_number(told.scale)}")
+        if not told.weights_finite:
+            say(
+                f"the scale has come down to {_number(told.scale)}, where 1/scale is Inf in fp32. Now a batch is fine "
+                "for once: 0 x Inf is NaN, the step is applied, and the weights are gone. The loop would go on like "
+                "that; here it ends."
+            )
+        yield told
+
+
+def _told_by_panels(run: Iterator[Progress], guard: Guard, err: Console) -> Iterator[Progress]:
+    """Passes on how the guarded loop goes, and shows what it says: in full, or in a line where it is known."""
+    shown = 0
+    seen: set[tuple[str | None, ...]] = set()
+    for told in run:
+        for incident in guard.incidents[shown:]:
+            lines, kind = panel(incident).splitlines(), _kind(incident)
+            _show(lines[:1] if kind in seen else lines, err)
+            seen.add(kind)
+        shown = len(guard.incidents)
+        yield told
+
+
+def _kind(incident: Incident) -> tuple[str | None, ...]:
+    diagnosis, response = incident.outcome.diagnosis, incident.outcome.action.response
+    if diagnosis is None:
+        return (response,)
+    return (response, diagnosis.cause, diagnosis.module, diagnosis.op)
+
+
+def _show(lines: list[str], err: Console) -> None:
+    for number, line in enumerate(lines):
+        filled = textwrap.fill(line, err.width, subsequent_indent=" " * 13, break_on_hyphens=False)
+        err.print(filled, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _without_panels() -> Iterator[None]:
+    """Inside, the library does not log its panels, which are shown here; all else it does."""
+
+    def is_no_panel(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(" nanguard  step ")
+
+    log = logging.getLogger("nanguard")
+    log.addFilter(is_no_panel)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_no_panel)
+
+
+def _report(run_dir: Path) -> tuple[Path | None, str]:
+    """The page, or why there is none."""
+    from nanguard.report.page import write_report
+
+    try:
+        return write_report([run_dir], run_dir / "report.html"), ""
+    except ReportError as error:
+        return None, f"none: {error}"

@@ -1,0 +1,8 @@
+"""Text from files and programs, made safe to show in a terminal."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """The text on one line, with all that could steer a terminal spelled out: names come from the file."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -1,0 +1,1 @@
+"""The parts of the page that ``nanguard report`` writes."""

@@ -1,0 +1,129 @@
+"""The recovery ladder as it was climbed: each rung, how often it was taken and where, and why it was passed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args
+
+from nanguard.ladder import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip, in_words
+from nanguard.records import span_in_words
+from nanguard.report.html.markup import Child, Markup, tag
+from nanguard.report.html.prose import counted
+
+if TYPE_CHECKING:
+    from nanguard.report.html.story import Story
+
+_RUNGS = {kind.__name__: kind for kind in get_args(Rung)}
+_MOST_LINKS, _MOST_REASONS = 24, 6
+
+
+def ladder(story: Story) -> Markup | None:
+    """A list of the rungs, mildest first; None where the log does not tell the policy."""
+    told = _told_rungs(story.run.header)
+    if told is None:
+        return None
+    used: dict[int, list[int]] = {}
+    passed: dict[int, Counter[str]] = {}
+    for place, record in enumerate(story.incidents):
+        action = record.outcome.action
+        if action.rung is not None:
+            used.setdefault(action.rung, []).append(place)
+        for below, why in enumerate(action.passed):
+            passed.setdefault(below, Counter())[why.partition(": ")[2] or why] += 1
+    if not told or told[-1].get("rung") != "Halt":
+        told = [*told, {"rung": "Halt"}]
+    items = [
+        _rung(story, _built(rung), rung, used.get(place, []), passed.get(place, Counter()))
+        for place, rung in enumerate(told)
+    ]
+    return tag("ol", items, class_="ladder")
+
+
+def _rung(story: Story, rung: Rung | None, told: Mapping[str, Any], used: list[int], passed: Counter[str]) -> Markup:
+    name = str(told.get("rung", "")) if rung is None else in_words(rung)
+    options = "" if rung is None else ", ".join(_options(rung))
+    taken = f"taken {counted(len(used), 'time')}" if used else "not taken"
+    links = tag("p", "at ", _links(story, used), class_="steps") if used else None
+    reasons = [
+        tag("li", f"{why} ", tag("span", counted(times, "time"), class_="quiet"))
+        for why, times in passed.most_common(_MOST_REASONS)
+    ]
+    why = tag("details", tag("summary", f"passed {counted(passed.total(), 'time')}"), tag("ul", reasons), class_="more")
+    return tag(
+        "li",
+        tag("div", tag("strong", name[:1].upper() + name[1:]), tag("span", taken, class_="taken"), class_="name"),
+        tag("p", options, class_="quiet") if options else None,
+        links,
+        why if reasons else None,
+        class_="rung used" if used else "rung",
+    )
+
+
+def _options(rung: Rung) -> Iterator[str]:
+    if isinstance(rung, Halt):
+        yield "training stops, and nothing is corrupted"
+        return
+    span = "" if rung.per == "run" and rung.times is None else f" {span_in_words(rung.per).replace('this', 'an')}"
+    span = span.replace("an run", "in a run").replace("an epoch", "in an epoch")
+    yield f"any number of times{span}" if rung.times is None else f"up to {counted(rung.times, 'time')}{span}"
+    if isinstance(rung, Skip) and rung.when == "data":
+        yield "only where the data are at fault"
+    if isinstance(rung, DropBadGradients):
+        yield "the rest of the step is applied"
+    if isinstance(rung, LowerLR):
+        yield f"times {rung.factor:g}"
+        if rung.recover_after is not None:
+            yield f"back after {rung.recover_after:,} quiet steps"
+    if isinstance(rung, RaisePrecision):
+        if rung.verify:
+            yield "tried on the failing step first"
+        if rung.retry_after is not None:
+            yield f"lower again after {rung.retry_after:,} quiet steps"
+    if isinstance(rung, Rollback):
+        yield f"at least {counted(rung.steps, 'step')} back"
+        if rung.skip_batches:
+            batches = rung.skip_batches
+            yield "without the batches that failed" if batches == "failed" else f"without {batches:,} batches"
+        if rung.raise_precision:
+            yield "then in fp32"
+    if isinstance(rung, (RaisePrecision, Rollback)) and rung.lr != 1.0:
+        yield f"learning rate times {rung.lr:g}"
+
+
+def _links(story: Story, places: Sequence[int]) -> list[Child]:
+    """The steps, each a link to its card; neighbours are taken together."""
+    targets = story.targets()
+    stretches: list[list[int]] = []
+    for place in places:
+        step = story.incidents[place].reading.step
+        if stretches and step == story.incidents[stretches[-1][-1]].reading.step + 1:
+            stretches[-1].append(place)
+        else:
+            stretches.append([place])
+    told: list[Child] = []
+    for stretch in stretches[:_MOST_LINKS]:
+        first, last = (story.incidents[place].reading.step for place in (stretch[0], stretch[-1]))
+        words = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        told += [", ", tag("a", words, href=f"#{targets[stretch[0]]}")]
+    more = len(stretches) - _MOST_LINKS
+    return [*told[1:], f" and {more:,} more places" if more > 0 else None]
+
+
+def _told_rungs(header: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    policy = header.get("policy")
+    rungs = policy.get("ladder") if isinstance(policy, Mapping) else None
+    return [rung for rung in rungs if isinstance(rung, Mapping)] if isinstance(rungs, (list, tuple)) else None
+
+
+def _built(told: Mapping[str, Any]) -> Rung | None:
+    """The rung that the log tells of; None for one that this nanguard does not know."""
+    kind = _RUNGS.get(str(told.get("rung")))
+    if kind is None:
+        return None
+    try:
+        rung: Rung = kind(**{f.name: told[f.name] for f in fields(kind) if f.name in told})
+    except (TypeError, ValueError):
+        return None
+    return rung

@@ -1,0 +1,172 @@
+"""What happened in a run, in a few sentences and a few figures, for a person who has one minute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from nanguard.report.diagnosis import CAUSES
+from nanguard.report.html.markup import Child, tag
+from nanguard.runlog import plain
+
+if TYPE_CHECKING:
+    from nanguard.report.html.story import Fault, Figures, Story
+
+Span = tuple[str, str]
+"""An element, empty for none, and the words in it."""
+
+_MOST_OTHERS = 3
+_UNEXPLAINED = {
+    "damage": "a damaged state",
+    "divergence": "a diverged loss",
+    "nonfinite": "a non-finite step that was not examined",
+}
+
+
+def summary(story: Story) -> list[Child]:
+    """One to three sentences."""
+    return [tag(how, words) if how else words for how, words in _spans(story)]
+
+
+def plain_summary(story: Story) -> str:
+    """The same as text."""
+    return "".join(words for _, words in _spans(story))
+
+
+def as_dict(story: Story) -> dict[str, Any]:
+    """The figures and the sentences, for a program."""
+    told = plain(asdict(story.figures))
+    return {"path": str(story.run.path), "name": story.label, "summary": plain_summary(story), "figures": told}
+
+
+def figures(figures: Figures) -> Iterator[tuple[str, str, str]]:
+    """Name, value and a remark, of each key figure."""
+    skipped = f"{share:.2g}% of all" if (share := 100 * figures.skipped / max(figures.steps, 1)) else ""
+    yield "steps", f"{figures.steps:,}", state(figures)
+    yield "skipped", f"{figures.skipped:,}", skipped
+    yield "incidents", f"{figures.incidents:,}", ""
+    undone = f"{counted(figures.undone, 'step')} undone" if figures.undone else ""
+    yield "rollbacks", f"{figures.rollbacks:,}", undone
+    if figures.backed_off:
+        yield "back-offs", f"{figures.backed_off:,}", "of the loss scale"
+    if math.isfinite(figures.last_loss):
+        yield "last loss", number(figures.last_loss), f"from {number(figures.first_loss)}"
+    yield "time", duration(figures.seconds), rate(figures)
+
+
+def state(figures: Figures) -> str:
+    if figures.halted_at is not None and not figures.is_over:
+        return "halted"
+    return "ended" if figures.is_over else "no end in the log"
+
+
+def rate(figures: Figures) -> str:
+    return f"{figures.steps / figures.seconds:.3g} steps a second" if figures.seconds > 0 and figures.steps else ""
+
+
+def fault_in_words(fault: Fault) -> str:
+    """``overflow of fp16``: what it was."""
+    diagnosis, verdict = fault.first.outcome.diagnosis, fault.first.outcome.verdict
+    if diagnosis is not None and diagnosis.cause != "unknown":
+        return CAUSES[diagnosis.cause]
+    return _UNEXPLAINED.get(verdict.kind, "trouble") if diagnosis is None else "trouble of an unknown cause"
+
+
+def place_in_words(fault: Fault) -> str:
+    """``layers.7.attn``, or the line where it is outside any module; empty where neither is known."""
+    diagnosis = fault.first.outcome.diagnosis
+    if diagnosis is None:
+        return ""
+    return diagnosis.module or (str(diagnosis.source) if diagnosis.source is not None else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def number(value: float) -> str:
+    """As short as it can be told: ``0.0123``, ``65,504``, ``3.4e38``."""
+    if not math.isfinite(value):
+        return {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}".replace("e+", "e")
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 60:
+        return f"{int(minutes)} min {int(seconds) % 60} s"
+    return f"{int(hours):,} h {int(minutes) % 60} min"
+
+
+def _steps_sentence(figures: Figures) -> str:
+    if not figures.steps:
+        return "No step was heard of."
+    what = counted(figures.steps, "step")
+    parts = []
+    if figures.skipped:
+        parts.append(f"{figures.skipped:,} skipped")
+    if figures.lost:
+        parts.append(f"{figures.lost:,} without effect behind a bad one")
+    if figures.backed_off:
+        parts.append(f"{figures.backed_off:,} left out by routine back-offs of the loss scale")
+    if figures.rollbacks:
+        by = "a rollback" if figures.rollbacks == 1 else f"{figures.rollbacks:,} rollbacks"
+        parts.append(f"{figures.undone:,} undone by {by}" if figures.undone else by)
+    lost = f"{what}: {_and(parts)}, nothing else lost." if parts else f"{what}, and every one of them counted."
+    if figures.halted_at is not None and not figures.is_over:
+        return f"{lost} Training halted at step {figures.halted_at:,}."
+    return lost if figures.is_over else f"{lost} The log has no end: the run is still going, or was stopped."
+
+
+def _spans(story: Story) -> Iterator[Span]:
+    yield "", _steps_sentence(story.figures)
+    if story.faults:
+        yield "", " "
+        yield from _first_trouble(story)
+    if story.faults[1:]:
+        yield "", " "
+        yield from _others(story.faults[1:])
+
+
+def _first_trouble(story: Story) -> Iterator[Span]:
+    fault = story.faults[0]
+    again = len(fault.incidents) - 1
+    yield "", "The first trouble: " if len(story.faults) > 1 else "The trouble: "
+    yield "strong", fault_in_words(fault)
+    if place := place_in_words(fault):
+        yield from (("", " in "), ("code", place))
+    yield "", f" at step {fault.first.reading.step:,}"
+    if again:
+        yield "", f" and {again:,} more time{'s' * (again != 1)}"
+    last = next((record.outcome for record in reversed(fault.incidents) if record.outcome.did), None)
+    if last is not None:
+        yield "", f", answered by: {last.did}."
+    elif all(record.outcome.action.response == "skip" for record in fault.incidents):
+        yield "", ", skipped each time." if again else ", skipped."
+    else:
+        yield "", "."
+
+
+def _others(faults: Sequence[Fault]) -> Iterator[Span]:
+    yield "", "Then "
+    shown, rest = faults[:_MOST_OTHERS], len(faults) - _MOST_OTHERS
+    for place, fault in enumerate(shown):
+        if place:
+            yield "", " and " if place == len(faults) - 1 else ", "
+        yield "", fault_in_words(fault)
+        if where := place_in_words(fault):
+            yield from (("", " in "), ("code", where))
+        if len(fault.incidents) > 1:
+            yield "", f" ({len(fault.incidents):,} times)"
+    yield "", f" and {rest:,} more causes." if rest > 1 else " and one more cause." if rest == 1 else "."
+
+
+def _and(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -1,0 +1,78 @@
+"""The steps of a run as curves: compact arrays that a browser reads back to the bit.
+
+An array is ``{"n": 3, "start": 0, "by": 1}`` where it is evenly spaced (``by`` 0: the same throughout), else
+``{"n": 3, "f32": base64}``, or ``f64`` where 32 bits would lose something. NaN and Inf are in it as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanguard.runs import Run, StepRecord
+
+_MOST_CURVES = 16
+"""Of one kind. A model with hundreds of parameter groups is still to be read."""
+
+
+def curves_of(run: Run) -> dict[str, Any]:
+    """The ``steps`` of each optimizer, and by panel, ``loss``, ``norm``, ``lr`` and ``scale``, the curves over them."""
+    panels: dict[str, list[dict[str, Any]]] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    steps: list[dict[str, Any]] = []
+    owners = sorted({record.optimizer for record in run.steps})
+    for owner in owners:
+        records = [record for record in run.steps if record.optimizer == owner]
+        prefix = f"{owner} · " if len(owners) > 1 else ""
+        for panel, label, values in _columns(run, records):
+            if any(map(math.isfinite, values)):
+                panels[panel].append({"label": f"{prefix}{label}", "steps": len(steps), "y": packed(values)})
+        steps.append(packed([float(record.step) for record in records]))
+    return {"steps": steps, "panels": panels}
+
+
+def _columns(run: Run, records: Sequence[StepRecord]) -> Iterator[tuple[str, str, list[float]]]:
+    """Panel, label and values of each curve of one optimizer."""
+    yield "loss", "loss", [record.loss for record in records]
+    for panel, rows in (("norm", [r.norms for r in records]), ("lr", [r.lrs for r in records])):
+        number = max(map(len, rows), default=0)
+        for place in range(min(number, _MOST_CURVES)):
+            yield panel, _group_name(run, place, number), [r[place] if place < len(r) else math.nan for r in rows]
+    yield "scale", "loss scale", [math.nan if record.scale is None else record.scale for record in records]
+
+
+def packed(values: Sequence[float]) -> dict[str, Any]:
+    """An array as the page holds it."""
+    if _is_even(values):
+        by = values[1] - values[0] if len(values) > 1 else 0.0
+        return {"n": len(values), "start": values[0], "by": by}
+    # A double beyond the range of 32 bits becomes Inf there, which is not equal to it: then all stay as they are.
+    single = array("f", [_clipped(v) for v in values])
+    is_exact = all(s == v or (s != s and v != v) for s, v in zip(single, values, strict=True))
+    numbers = single if is_exact else array("d", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return {"n": len(values), "f32" if is_exact else "f64": base64.b64encode(numbers.tobytes()).decode("ascii")}
+
+
+def _is_even(values: Sequence[float]) -> bool:
+    if not values or not math.isfinite(values[0]):
+        return False
+    by = values[1] - values[0] if len(values) > 1 else 0.0
+    return math.isfinite(by) and all(value == values[0] + place * by for place, value in enumerate(values))
+
+
+def _clipped(value: float) -> float:
+    """As ``array`` takes it: doubles beyond 32 bits raise there on some systems."""
+    return math.copysign(math.inf, value) if abs(value) > 3.5e38 else value
+
+
+def _group_name(run: Run, place: int, number: int) -> str:
+    names = run.header.get("groups")
+    if isinstance(names, (list, tuple)) and len(names) >= number and isinstance(names[place], str) and names[place]:
+        return str(names[place])
+    return "all parameters" if number == 1 else f"group {place}"

@@ -1,0 +1,229 @@
+"""What a run's log and its incident folders come to, before any of it is written as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanguard.errors import BundleError
+from nanguard.incident.reader import Bundle, load
+from nanguard.rebuild import built
+from nanguard.records import Outcome
+from nanguard.runs import IncidentRecord
+
+if TYPE_CHECKING:
+    from nanguard.runs import Event, Run
+
+MOST_IN_FULL = 60
+"""Faults of a run that are shown in full, with what their folders hold."""
+
+MOST_REPEATS = 400
+"""Of one fault, how many of its incidents have a place of their own on the page."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Incidents that are the same again: one cause, at one place. ``bundle`` is what was kept of the first.
+
+    ``places`` are those of its incidents among all of the run.
+    """
+
+    places: tuple[int, ...]
+    incidents: tuple[IncidentRecord, ...]
+    bundle: Bundle | None
+
+    @property
+    def first(self) -> IncidentRecord:
+        return self.incidents[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What can be counted. ``seconds`` is from the first line of the log to the last."""
+
+    steps: int
+    applied: int
+    skipped: int
+    backed_off: int
+    lost: int
+    undone: int
+    rollbacks: int
+    incidents: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    is_over: bool
+    halted_at: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """One run. ``label`` is unlike that of any other on the page."""
+
+    run: Run
+    number: int
+    label: str
+    incidents: tuple[IncidentRecord, ...]
+    faults: tuple[Fault, ...]
+    events: tuple[Event, ...]
+    figures: Figures
+    troubles: tuple[str, ...]
+
+    def card_id(self, place: int) -> str:
+        """Where the incident at this place is on the page: numbers may come twice in a log."""
+        return f"run{self.number}-incident{place + 1}"
+
+    def targets(self) -> dict[int, str]:
+        """By the place of an incident: what to open to see it."""
+        found = {}
+        for rank, fault in enumerate(self.faults):
+            for nth, place in enumerate(fault.places):
+                has_own = nth == 0 or (rank < MOST_IN_FULL and nth <= MOST_REPEATS)
+                found[place] = self.card_id(place if has_own else fault.places[0])
+        return found
+
+
+def stories_of(runs: Sequence[Run]) -> list[Story]:
+    """In the order given."""
+    labels = _labels(runs)
+    return [_story(run, number, label) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
+
+
+def _story(run: Run, number: int, label: str) -> Story:
+    dropped, others, troubles = [], [], list(run.troubles)
+    for event in run.events:
+        if event.event != "drop":
+            others.append(event)
+        elif (record := _incident_of(event)) is not None:
+            dropped.append(record)
+        else:
+            troubles.append(f"{run.path}: a drop at step {event.step} does not say what was dropped")
+    incidents = tuple(sorted([*run.incidents, *dropped], key=lambda record: (record.time, record.number)))
+    faults, told = _faults(run, incidents)
+    return Story(
+        run=run,
+        number=number,
+        label=label,
+        incidents=incidents,
+        faults=faults,
+        events=tuple(others),
+        figures=_figures(run, incidents),
+        troubles=(*troubles, *told),
+    )
+
+
+def _incident_of(event: Event) -> IncidentRecord | None:
+    fields = {key: value for key, value in event.fields.items() if key not in ("number", "event", "time", "step")}
+    number, owner = event.fields.get("number"), event.fields.get("optimizer", "")
+    try:
+        outcome = built(Outcome, fields, "drop")
+        return IncidentRecord(number=built(int, number, "number"), time=event.time, outcome=outcome, optimizer=owner)
+    except ValueError:
+        return None
+
+
+def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[Fault, ...], list[str]]:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for place, record in enumerate(incidents):
+        groups.setdefault(_likeness(record), []).append(place)
+    faults, troubles = [], []
+    for rank, places in enumerate(groups.values()):
+        bundle = None
+        folder = kept_in(run.path, incidents[places[0]].outcome.bundle)
+        if rank < MOST_IN_FULL and folder is not None:
+            try:
+                bundle = load(folder)
+            except BundleError as error:
+                troubles.append(str(error))
+        faults.append(Fault(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=bundle))
+    return tuple(faults), troubles
+
+
+def _likeness(record: IncidentRecord) -> tuple[Any, ...]:
+    """What makes two incidents the same again."""
+    diagnosis, verdict = record.outcome.diagnosis, record.outcome.verdict
+    if diagnosis is None:
+        return record.optimizer, verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
+    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    return record.optimizer, verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
+
+
+def kept_in(log: Path, told: str) -> Path | None:
+    """The folder of an incident: where the log says, or beside the log, where the run has been moved since."""
+    if not told:
+        return None
+    beside = (log if log.is_dir() else log.parent) / "incidents" / Path(told).name
+    for folder in (beside, Path(told)):
+        if (folder / "incident.json").is_file():
+            return folder
+    return None
+
+
+def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
+    counts = _counts(run, incidents)
+    steps = _whole((run.end or {}).get("steps")) or max((record.step + 1 for record in run.steps), default=0)
+    losses = [record.loss for record in run.steps if math.isfinite(record.loss)]
+    times = [
+        *(record.time for record in run.steps),
+        *(event.time for event in run.events),
+        *(record.time for record in incidents),
+        *(t for line in (*run.headers, run.end or {}) if isinstance(t := line.get("time"), (int, float))),
+    ]
+    times = [time for time in times if math.isfinite(time)]
+    halts = [record.outcome.verdict.reading.step for record in incidents if record.outcome.action.response == "halt"]
+    return Figures(
+        steps=steps,
+        applied=counts.get("applied", 0),
+        skipped=counts.get("skipped", 0),
+        backed_off=counts.get("backed_off", 0),
+        lost=counts.get("lost", 0),
+        undone=counts.get("undone", 0),
+        rollbacks=counts.get("rolled_back", 0),
+        incidents=len(incidents),
+        first_loss=losses[0] if losses else math.nan,
+        last_loss=losses[-1] if losses else math.nan,
+        seconds=max(times) - min(times) if times else 0.0,
+        is_over=run.is_over,
+        halted_at=halts[-1] if halts else None,
+    )
+
+
+def _counts(run: Run, incidents: Sequence[IncidentRecord]) -> dict[str, int]:
+    """What the end of the log says; where it has none, what can be counted in it."""
+    told = (run.end or {}).get("counts")
+    if isinstance(told, Mapping):
+        return {str(name): number for name, value in told.items() if (number := _whole(value)) is not None}
+    backed_off = sum(event.event == "overflow" for event in run.events)
+    by_hand = sum(event.event == "roll_back" for event in run.events)
+    not_applied = sum(record.skipped for record in run.steps)
+    answered = [record.outcome.action.response for record in incidents if not record.outcome.applied]
+    skipped = max(not_applied - backed_off, sum(response not in ("halt", "roll_back") for response in answered))
+    lost = sum(record.outcome.lost for record in incidents)
+    return {
+        "skipped": skipped,
+        "backed_off": backed_off,
+        "lost": lost,
+        "rolled_back": by_hand + sum(record.outcome.action.response == "roll_back" for record in incidents),
+        "applied": max((record.step + 1 for record in run.steps), default=0) - skipped - backed_off - lost,
+    }
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The names of the folders; where two are alike, more of the path; and where that is no help, a number."""
+    labels = [run.name or "run" for run in runs]
+    for place, run in enumerate(runs):
+        if [other.name for other in runs].count(run.name) > 1:
+            labels[place] = str(run.path.parent)
+    seen: dict[str, int] = {}
+    for place, label in enumerate(labels):
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] > 1:
+            labels[place] = f"{label} ({seen[label]})"
+    return labels

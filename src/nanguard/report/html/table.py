@@ -1,0 +1,55 @@
+"""The curves as a table: what a screen reader, or a page without scripts, has of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from nanguard.report.html.markup import Markup, tag
+from nanguard.report.html.prose import number
+
+if TYPE_CHECKING:
+    from nanguard.report.html.story import Story
+    from nanguard.runs import StepRecord
+
+_MOST_ROWS, _MOST_COLUMNS = 60, 4
+
+
+def values_table(story: Story, *, named: bool) -> Markup | None:
+    """Some of the steps, evenly chosen, and around them the ones that were skipped."""
+    steps = story.run.steps
+    if not steps:
+        return None
+    every = max(1, -(-len(steps) // _MOST_ROWS))
+    skipped = [record for record in steps if record.skipped][: _MOST_ROWS // 2]
+    chosen = {id(record): record for record in (*steps[::every], *skipped, steps[-1])}
+    records = sorted(chosen.values(), key=lambda record: record.step)
+    norms = min(_MOST_COLUMNS, max(len(record.norms) for record in records))
+    rates = min(_MOST_COLUMNS, max(len(record.lrs) for record in records))
+    names = ["step", "epoch", "loss"]
+    names += [f"norm {place}" if norms > 1 else "gradient norm" for place in range(norms)]
+    names += [f"rate {place}" if rates > 1 else "learning rate" for place in range(rates)]
+    has_scale = any(record.scale is not None for record in records)
+    names += ["loss scale"] * has_scale + [""]
+    head = tag("tr", (tag("th", name, scope="col") for name in names))
+    body = [_row(record, norms, rates, has_scale) for record in records]
+    table = tag("table", tag("thead", head), tag("tbody", body))
+    box = tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label="Values")
+    which = "every step" if every == 1 else f"1 step in {every:,}, and those that were skipped"
+    summary = tag("summary", f"The values{f' of {story.label}' if named else ''} as a table ({which})")
+    return tag("details", summary, box, class_="more")
+
+
+def _row(record: StepRecord, norms: int, rates: int, has_scale: bool) -> Markup:
+    values = [record.loss]
+    values += [record.norms[place] if place < len(record.norms) else math.nan for place in range(norms)]
+    values += [record.lrs[place] if place < len(record.lrs) else math.nan for place in range(rates)]
+    if has_scale:
+        values.append(math.nan if record.scale is None else record.scale)
+    return tag(
+        "tr",
+        tag("th", f"{record.step:,}", scope="row", class_="num"),
+        tag("td", record.epoch, class_="num"),
+        (tag("td", number(value), class_="num") for value in values),
+        tag("td", "skipped" if record.skipped else "", class_="bad" if record.skipped else None),
+    )

@@ -1,0 +1,678 @@
+"""A program that nobody changed, guarded by ``nanguard.install()``: the same program, and never a corrupt step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import logging
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+import nanguard
+from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned, same
+from nanguard import Halt, Policy, Skip
+from nanguard.autopilot.pilot import Pilot
+from optimizers import ALL, FUSED, NOT_FUSED
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def no_autopilot_is_left() -> Iterator[None]:
+    before = (Optimizer.__init__, torch.autograd.backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.step)
+    yield
+    assert before == (
+        Optimizer.__init__,
+        torch.autograd.backward,
+        torch.amp.GradScaler.scale,
+        torch.amp.GradScaler.step,
+    )
+
+
+def program(
+    make: Callable[[Any], Optimizer], batches: Batches, *, seen: list[Any] | None = None, accumulate: int = 1
+) -> dict[str, Any]:
+    """A plain loop; all that it leaves behind, random states too."""
+    torch.manual_seed(0)
+    model = TinyNet()
+    optimizer = make(model.parameters())
+    scheduler = (
+        OneCycleLR(optimizer, 0.05, total_steps=100, cycle_momentum=False) if "lr" in optimizer.defaults else None
+    )
+    for number, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y) / accumulate
+        loss.backward()
+        if (number + 1) % accumulate:
+            continue
+        before = everything(model, [optimizer])
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if seen is not None:
+            seen.append((before, everything(model, [optimizer])))
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    more = () if scheduler is None else (scheduler,)
+    return {**everything(model, [optimizer], *more), "rng": torch.get_rng_state()}
+
+
+# ---- nothing changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_a_healthy_program_is_the_plain_program(name: str, accumulate: int) -> None:
+    batches = make_batches(8)
+    plain = program(ALL[name], batches, accumulate=accumulate)
+    with nanguard.install() as autopilot:
+        guarded = program(ALL[name], batches, accumulate=accumulate)
+    assert differences(plain, guarded) == []
+    assert autopilot.incidents == []
+    assert autopilot.counts["applied"] == 8 // accumulate
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_so_it_is_where_the_host_learns_late(name: str) -> None:
+    batches = make_batches(8)
+    plain = program(FUSED[name], batches)
+    with nanguard.install(sync="late") as autopilot:
+        guarded = program(FUSED[name], batches)
+    assert differences(plain, guarded) == []
+    assert autopilot.counts["applied"] == 8
+
+
+def test_a_traced_program_is_the_plain_program() -> None:
+    batches = make_batches(6)
+    plain = program(ALL["AdamW foreach"], batches)
+    with nanguard.install(trace=True):
+        assert differences(plain, program(ALL["AdamW foreach"], batches)) == []
+
+
+def test_objects_are_what_they_were() -> None:
+    signature = inspect.signature(AdamW.step)
+    with nanguard.install():
+        model = TinyNet()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        called = []
+        optimizer.register_step_pre_hook(lambda *args: called.append("before"))
+        optimizer.register_step_post_hook(lambda *args: called.append("after"))
+        model(torch.randn(4, 6)).sum().backward()
+        assert optimizer.step() is None
+        assert called == ["before", "after"]
+        assert type(optimizer) is AdamW
+        assert inspect.signature(AdamW.step) == signature
+        assert AdamW.step.__name__ == "step"
+        other = AdamW(TinyNet().parameters())
+        other.load_state_dict(optimizer.state_dict())
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert same(copied.state_dict(), optimizer.state_dict())
+            assert not [key for key in vars(copied) if "nanguard" in key]
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"nanguard" not in file.getvalue()
+    assert "nanguard" not in inspect.getfile(inspect.unwrap(AdamW.step))
+
+
+def test_afterwards_everything_is_taken_back() -> None:
+    step, call = SGD.step, nn.Module.__call__
+    with nanguard.install():
+        model = TinyNet()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        assert SGD.step is not step
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        assert "__call__" in vars(TinyNet)
+    assert SGD.step is step or not hasattr(SGD.step, "__wrapped__")
+    assert "__call__" not in vars(TinyNet)
+    assert TinyNet.__call__ is call
+    before = model.out.weight.clone()
+    optimizer.zero_grad()
+    model(torch.full((4, 6), NAN)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.out.weight)  # on its own again
+
+
+def test_optimizers_that_are_gone_are_let_go() -> None:
+    with nanguard.install() as autopilot:
+        refs = []
+        for _ in range(3):
+            model = TinyNet()
+            optimizer = AdamW(model.parameters())
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            refs.append(weakref.ref(optimizer))
+        del model, optimizer
+        gc.collect()
+        assert [ref() for ref in refs[:-1]] == [None, None]
+        assert autopilot.counts["applied"] == 3
+
+
+# ---- a bad step changes nothing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_a_bad_step_changes_nothing(name: str, value: float) -> None:
+    seen: list[Any] = []
+    with nanguard.install(diagnose="off") as autopilot:
+        program(ALL[name], poisoned(make_batches(6), 0, 3, value=value), seen=seen)
+    for place, (before, after) in enumerate(seen):
+        changed = [key for key in differences(before, after) if "running_" not in key and "num_batches" not in key]
+        assert bool(changed) == (place not in (0, 3)), (place, changed)
+    assert autopilot.counts["skipped"] == 2
+    assert [incident.reading.step for incident in autopilot.incidents] == [0, 3]
+
+
+@pytest.mark.parametrize("sync", ["eager", "late"])
+@pytest.mark.parametrize("name", FUSED)
+def test_so_it_does_on_the_device(name: str, sync: Any) -> None:
+    with nanguard.install(diagnose="off", sync=sync) as autopilot:
+        state = program(FUSED[name], poisoned(make_batches(8), 3))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    skipped = autopilot.counts["skipped"] + autopilot.counts["lost"]
+    assert 1 <= skipped <= 3
+    assert autopilot.counts["applied"] == 8 - skipped
+
+
+def test_buffers_are_put_back() -> None:
+    with nanguard.install(diagnose="off"):
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for x, _ in poisoned(make_batches(4), 2):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+            assert bool(changed) == bool(x.isfinite().all())
+    assert torch.isfinite(model.norm.running_mean).all()
+
+
+def test_gradients_stay_for_the_program_to_look_at() -> None:
+    with nanguard.install():
+        model = TinyNet()
+        optimizer = AdamW(model.parameters())
+        for x, y in poisoned(make_batches(3), 1):
+            F.cross_entropy(model(x), y).backward()
+            grads = [p.grad for p in model.parameters()]
+            optimizer.step()
+            assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+            optimizer.zero_grad()
+
+
+def test_what_a_program_does_to_its_gradients_itself_is_its_own() -> None:
+    """A loss may be finite and its gradients not; a program that repairs them does not need us."""
+    with nanguard.install() as autopilot:
+        weight = torch.zeros(3, requires_grad=True)
+        optimizer = SGD([weight], lr=0.1)
+        (weight.sqrt() * torch.tensor([1.0, 0.0, 0.0])).sum().backward()
+        assert not torch.isfinite(weight.grad).all()
+        weight.grad.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer.step()
+    assert autopilot.counts["applied"] == 1
+
+
+def test_a_closure_is_called_once_and_its_loss_comes_back() -> None:
+    calls: list[int] = []
+
+    def train(batches: Batches) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = AdamW(model.parameters())
+        for x, y in batches:
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                calls.append(1)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            assert loss is None or isinstance(loss, Tensor)
+        return everything(model, [optimizer])
+
+    plain = train(make_batches(4))
+    with nanguard.install() as autopilot:
+        assert differences(plain, train(make_batches(4))) == []
+        assert len(calls) == 8
+        state = train(poisoned(make_batches(4), 2))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    assert autopilot.counts["skipped"] == 1
+
+
+def test_lbfgs_is_let_through_and_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    def train(lr: float, steps: int) -> Tensor:
+        torch.manual_seed(0)
+        weight = torch.tensor([1.0, 2.0], requires_grad=True)
+        optimizer = torch.optim.LBFGS([weight], lr=lr, max_iter=4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight.log() ** 2).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+        return weight.detach().clone()
+
+    plain = train(0.1, 3)
+    assert not torch.isfinite(train(50.0, 3)).all()
+    with nanguard.install() as autopilot:
+        assert torch.equal(plain, train(0.1, 3))
+        assert autopilot.incidents == []
+        assert torch.isfinite(train(50.0, 3)).all()
+    assert autopilot.incidents
+    assert "LBFGS computes gradients inside step()" in caplog.text
+
+
+# ---- several optimizers ----------------------------------------------------------------------------------------------
+
+
+def gan(batches: Batches, *, bad: str = "") -> tuple[dict[str, Any], list[tuple[str, bool]]]:
+    torch.manual_seed(0)
+    G, D = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)), TinyNet()
+    opt_g, opt_d = AdamW(G.parameters(), lr=1e-3), AdamW(D.parameters(), lr=1e-3)
+    moved = []
+    for number, (x, _) in enumerate(batches):
+        before = everything(D, [opt_d])
+        z = torch.randn(len(x), 4)
+        loss_d = D(x).mean() - D(G(z).detach()).mean()
+        if bad == "D" and number == 2:
+            loss_d = loss_d * NAN
+        opt_d.zero_grad()
+        loss_d.backward()
+        opt_d.step()
+        moved.append(("D", bool(differences(before, everything(D, [opt_d])))))
+        before = everything(G, [opt_g])
+        loss_g = D(G(z)).mean()
+        if bad == "G" and number == 2:
+            loss_g = loss_g * NAN
+        opt_g.zero_grad()
+        loss_g.backward()
+        opt_g.step()
+        moved.append(("G", bool(differences(before, everything(G, [opt_g])))))
+    return {**everything(G, [opt_g]), **{f"D{k}": v for k, v in everything(D, [opt_d]).items()}}, moved
+
+
+@pytest.mark.parametrize("bad", ["", "D", "G"])
+def test_each_optimizer_of_a_gan_answers_for_its_own_loss(bad: str) -> None:
+    batches = make_batches(5)
+    plain, _ = gan(batches)
+    with nanguard.install() as autopilot:
+        guarded, moved = gan(batches, bad=bad)
+    if not bad:
+        assert differences(plain, guarded) == []
+    assert all(torch.isfinite(v).all() for v in guarded.values() if isinstance(v, Tensor))
+    stood_still = [place for place, (_, has_moved) in enumerate(moved) if not has_moved]
+    assert stood_still == ([] if not bad else [4 if bad == "D" else 5])
+    assert len(autopilot.incidents) == bool(bad)
+    assert autopilot.num_optimizers == 2
+
+
+@pytest.mark.parametrize("first_is_bad", [True, False])
+def test_two_optimizers_of_one_loss_step_together_or_not_at_all(first_is_bad: bool) -> None:
+    with nanguard.install() as autopilot:
+        torch.manual_seed(0)
+        body, head = nn.Linear(6, 4), nn.Linear(4, 3)
+        one, two = AdamW(body.parameters()), SGD(head.parameters(), lr=0.1, momentum=0.9)
+        for number, (x, y) in enumerate(make_batches(4)):
+            one.zero_grad()
+            two.zero_grad()
+            F.cross_entropy(head(body(x)), y).backward()
+            if number == 2:
+                (body if first_is_bad else head).weight.grad[0, 0] = INF
+            before = everything(nn.ModuleList([body, head]), [one, two])
+            one.step()
+            two.step()
+            assert bool(differences(before, everything(nn.ModuleList([body, head]), [one, two]))) == (number != 2)
+    assert autopilot.counts["skipped"] == 2
+    assert len(autopilot.incidents) == 1
+
+
+def test_names_are_those_of_the_program() -> None:
+    with nanguard.install(diagnose="off") as autopilot:
+        encoder, decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        temperature = torch.ones(1, requires_grad=True)
+        optimizer = AdamW([*encoder.parameters(), *decoder.parameters(), temperature])
+        (decoder(encoder(torch.full((2, 6), NAN))) * temperature).sum().backward()
+        optimizer.step()
+    (incident,) = autopilot.incidents
+    assert {"encoder.weight", "decoder.weight", "temperature"} <= set(incident.reading.gradients)
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", ["nothing", "gradient", "loss"])
+def test_a_grad_scaler_goes_on_as_ever(fused: bool, bad: str) -> None:
+    def train() -> tuple[dict[str, Any], list[float]]:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scales = []
+        for number, (x, y) in enumerate(make_batches(6)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x).float(), y)
+            if bad == "loss" and number == 3:
+                loss = loss * NAN
+            scaler.scale(loss).backward()
+            if bad == "gradient" and number == 3:
+                model.out.weight.grad[0, 0] = INF
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return everything(model, [optimizer]), scales
+
+    plain = train()
+    with nanguard.install() as autopilot:
+        guarded = train()
+    assert guarded[1] == plain[1]
+    # A GradScaler protects weights and not BatchNorm's statistics; the guard does.
+    changed = [key for key in differences(plain[0], guarded[0]) if "norm.running" not in key and "num_b" not in key]
+    assert bad == "loss" or changed == []
+    assert all(torch.isfinite(v).all() for v in guarded[0].values() if isinstance(v, Tensor))
+    assert autopilot.counts["backed_off"] == (bad == "gradient")
+    assert len(autopilot.incidents) == (bad == "loss")
+    assert autopilot.counts["applied"] == 6 - (bad != "nothing")
+
+
+def test_losses_and_norms_are_told_in_their_true_size(tmp_path: Path) -> None:
+    def train(*, scaled: bool, fused: bool, run_dir: Path) -> Any:
+        with nanguard.install(run_dir=run_dir):
+            torch.manual_seed(0)
+            model = TinyNet()
+            optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, enabled=scaled)
+            for x, y in make_batches(4):
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return nanguard.read_run(run_dir)
+
+    plain = train(scaled=False, fused=False, run_dir=tmp_path / "plain")
+    assert len(plain.steps) == 4
+    for fused in (False, True):
+        scaled = train(scaled=True, fused=fused, run_dir=tmp_path / f"scaled {fused}")
+        for one, other in zip(plain.steps, scaled.steps, strict=True):
+            assert other.loss == pytest.approx(one.loss, rel=1e-4)
+            assert other.norms == pytest.approx(one.norms, rel=1e-3)
+            assert (one.scale, other.scale) == (None, 4096.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_can_be_asked_for(fused: bool, scaled: bool) -> None:
+    def train(*, clip: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        for x, y in make_batches(4):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x * 5), y)).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        return everything(model, [optimizer])
+
+    by_program = train(clip=True)
+    with nanguard.install(max_norm=0.1):
+        by_guard = train(clip=False)
+    for name in by_program:
+        if isinstance(by_program[name], Tensor):
+            assert torch.allclose(by_program[name].double(), by_guard[name].double(), rtol=1e-4, atol=1e-6), name
+
+
+# ---- programs without an optimizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["in place", "data", "new tensors"])
+def test_a_program_that_updates_its_tensors_itself(style: str, caplog: pytest.LogCaptureFixture) -> None:
+    def train(lr: float) -> Tensor:
+        w = torch.tensor([0.5, 0.25], requires_grad=True)
+        for _ in range(8):
+            loss = (torch.exp(w) * 2).sum()
+            loss.backward()
+            if style == "in place":
+                with torch.no_grad():
+                    w -= lr * w.grad
+                w.grad = None
+            elif style == "data":
+                w.data = w.data - lr * w.grad.data
+                w.grad.zero_()
+            else:
+                w = (w - lr * w.grad).detach().requires_grad_()
+        return w.detach()
+
+    plain = train(0.1)
+    assert not torch.isfinite(train(-40.0)).all()
+    with nanguard.install() as autopilot:
+        assert torch.equal(plain, train(0.1))
+        assert autopilot.incidents == []
+        assert torch.isfinite(train(-40.0)).all()
+    assert autopilot.num_optimizers == 1
+    known = [each.diagnosis for each in autopilot.incidents if each.diagnosis is not None and each.diagnosis.op]
+    assert {(each.op, each.cause) for each in known} == {("exp", "exp_overflow")}
+    assert {each.source.text for each in known if each.source} == {"loss = (torch.exp(w) * 2).sum()"}
+
+
+# ---- what is found out -----------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(~mask, -INF)
+        return scores.softmax(-1) @ v
+
+
+def test_a_fault_in_a_module_is_found_at_once() -> None:
+    with nanguard.install() as autopilot:
+        model = Attention()
+        optimizer = AdamW(model.parameters())
+        mask = torch.ones(3, 3, dtype=torch.bool)
+        for number in range(4):
+            mask[1] = number != 2
+            loss = model(torch.randn(2, 3, 6), mask).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    diagnosis = incident.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.capture) == ("masked_softmax_all_neg_inf", "module")
+    assert diagnosis.source is not None
+    assert diagnosis.source.text == "return scores.softmax(-1) @ v"
+
+
+def test_modules_that_are_used_by_their_parts_are_listened_to() -> None:
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = TinyNet(), nn.Linear(3, 6)
+
+    with nanguard.install() as autopilot:
+        coder = Coder()
+        optimizer = SGD(coder.parameters(), lr=0.1)
+        for x, _ in poisoned(make_batches(5), 4):
+            optimizer.zero_grad()
+            coder.up(coder.down(x)).square().mean().backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.capture == "module"
+    assert (incident.diagnosis.cause, incident.diagnosis.module) == ("input_nonfinite", "down.inp")
+
+
+def test_with_a_trace_the_very_first_fault_in_a_loss_is_found() -> None:
+    def train() -> None:
+        w = torch.tensor([1.0], requires_grad=True)
+        optimizer = SGD([w], lr=0.5)
+        for number in range(4):
+            loss = torch.log(w - w).sum() if number == 2 else torch.sqrt(w).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with nanguard.install(trace=True) as autopilot:
+        train()
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert (incident.diagnosis.op, incident.diagnosis.cause) == ("log", "log_of_zero")
+    with nanguard.install() as autopilot:
+        train()
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+
+
+def test_a_forked_process_is_left_alone() -> None:
+    class Data(torch.utils.data.Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.full((6,), float(index))
+
+    with nanguard.install(trace=True) as autopilot:
+        model = TinyNet()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="fork"):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert autopilot.counts["applied"] == 2
+
+
+# ---- policies, arguments, and our own faults -------------------------------------------------------------------------
+
+
+def test_a_policy_may_halt() -> None:
+    model = TinyNet()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with nanguard.install(policy=Policy([Halt()], divergence=None)):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.full((4, 6), NAN)).sum().backward()
+        with pytest.raises(nanguard.NonFiniteError, match="non-finite loss at step 0"):
+            optimizer.step()
+    assert same(before, dict(model.state_dict()))
+
+
+def test_by_default_it_never_halts_for_bad_steps() -> None:
+    with nanguard.install(diagnose="off") as autopilot:
+        program(ALL["AdamW foreach"], poisoned(make_batches(40), *range(5, 40)))
+    assert autopilot.counts["skipped"] == 35
+
+
+def test_damage_by_an_update_is_rolled_back() -> None:
+    """Finite gradients, and an optimizer that makes NaN of them: seen a step later, when the weights are gone."""
+
+    class Broken(SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                if self.param_groups[0].setdefault("calls", 0) in (55, 60):
+                    self.param_groups[0]["params"][0].mul_(NAN)
+                self.param_groups[0]["calls"] += 1
+            return super().step(closure)
+
+    with nanguard.install() as autopilot:
+        state = program(lambda params: Broken(params, lr=0.01), make_batches(70))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    assert autopilot.counts["rolled_back"] >= 1
+
+
+def test_a_fault_of_our_own_is_said_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("a bug in the guard")
+
+    plain = program(ALL["AdamW foreach"], make_batches(4))
+    monkeypatch.setattr(Pilot, "_fill", fails)
+    with nanguard.install():
+        assert differences(plain, program(ALL["AdamW foreach"], make_batches(4))) == []
+    assert "nanguard failed at a step of AdamW, which is not guarded from now on" in caplog.text
+
+
+def test_what_a_program_raises_in_its_step_is_raised() -> None:
+    class Picky(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise KeyError("no such state")
+
+    with nanguard.install():
+        optimizer = Picky(TinyNet().parameters(), lr=0.1)
+        with pytest.raises(KeyError, match="no such state"):
+            optimizer.step()
+
+
+def test_what_cannot_be_guarded_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own jit
+        model = torch.jit.script(nn.Linear(6, 3))
+    with nanguard.install() as autopilot:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    assert "SGD is not guarded: the model has scripted modules" in caplog.text
+    assert autopilot.num_optimizers == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "default"}, "policy must be a Policy or None, got 'default'"),
+        ({"max_norm": -1.0}, "max_norm must be a number above 0, or None, got -1.0"),
+        ({"max_norm": NAN}, "max_norm must be a number above 0"),
+        ({"sync": "never"}, "sync must be one of 'auto', 'eager', 'late', got 'never'"),
+        ({"diagnose": True}, "diagnose must be one of"),
+        ({"capture": "all"}, "capture must be one of"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nanguard.install(**options)
+
+
+def test_it_is_installed_once() -> None:
+    with nanguard.install(), pytest.raises(nanguard.ProtocolError, match=r"nanguard.install\(\) was called twice"):
+        nanguard.install()
+    nanguard.install().uninstall()
+
+
+def test_the_run_log_tells_of_all_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with nanguard.install(run_dir=tmp_path, policy=Policy([Skip(times=None)], divergence=None)):
+        gan(make_batches(5), bad="G")
+    run = nanguard.read_run(tmp_path)
+    assert run.troubles == ()
+    assert {step.optimizer for step in run.steps} == {"opt_g", "opt_d"}
+    assert len(run.steps) == 10
+    assert [(step.optimizer, step.step) for step in run.steps if step.skipped] == [("opt_g", 2)]
+    assert [incident.number for incident in run.incidents] == [1]
+    assert run.is_over

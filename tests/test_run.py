@@ -1,0 +1,272 @@
+"""``nanguard run``: the program behaves as under plain Python, and what nanguard has to say goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanguard
+
+PYTHON = [sys.executable]
+NANGUARD = [sys.executable, "-m", "nanguard", "run"]
+
+TRAINS = """
+    import sys, torch
+    torch.manual_seed(0)
+    w = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for step in range(6):
+        loss = torch.log(w - (1.0 if step in (2, 3) else 0.0)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(w.tolist())
+"""
+
+
+def done(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **more}
+    return subprocess.run(
+        [*command], cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8", check=False, timeout=300
+    )
+
+
+def script(folder: Path, code: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(code))
+    return str(path.relative_to(folder))
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)", 3),
+        ("import sys; sys.exit('a message')", 1),
+        ("import os; print('x', flush=True); os._exit(7)", 7),
+        ("raise SystemExit", 0),
+        ("def f():\n    raise ValueError('boom')\nf()", 1),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error", 1),
+        ("x = = 2", 1),
+        ("import sys\nsys.excepthook = lambda *a: print('hooked', a[1], a[2].tb_lineno)\nraise ValueError(5)", 1),
+        ("import atexit; atexit.register(print, 'at exit'); print('end')", 0),
+        ("import sys; print(sys.argv, __name__, __file__, sys.path[0], __spec__, __package__, __doc__)", 0),
+        ("'''A doc.'''\nimport __main__; print(__main__.__doc__, __main__.x if hasattr(__main__, 'x') else 0)", 0),
+        ("from dataclasses import dataclass, fields\n@dataclass\nclass A:\n    x: int\nprint(fields(A)[0].type)", 0),
+        ("import warnings; warnings.warn('careful')", 0),
+        ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))", 0),
+    ],
+)
+def test_a_program_behaves_as_under_python(code: str, status: int, tmp_path: Path) -> None:
+    name = script(tmp_path, code)
+    plain, guarded = (done(*by, name, "--lr", "3", "-m", cwd=tmp_path) for by in (PYTHON, NANGUARD))
+    assert plain.returncode == guarded.returncode == status
+    assert guarded.stdout == plain.stdout
+    ours = [line for line in guarded.stderr.splitlines() if line.startswith("nanguard: ")]
+    theirs = [line for line in guarded.stderr.splitlines() if not line.startswith("nanguard: ")]
+    assert theirs == plain.stderr.splitlines()
+    assert len(ours) == (0 if status == 7 else 1)
+
+
+def test_so_does_a_module(tmp_path: Path) -> None:
+    script(tmp_path, "", "pkg/__init__.py")
+    script(tmp_path, "VALUE = 3", "pkg/part.py")
+    script(
+        tmp_path, "from .part import VALUE; import sys; print(VALUE, __name__, __package__, sys.argv)", "pkg/train.py"
+    )
+    script(tmp_path, "print('main of a package', __package__)", "pkg/__main__.py")
+    for module in ("pkg.train", "pkg"):
+        plain = done(*PYTHON, "-m", module, "--lr", "1", cwd=tmp_path)
+        guarded = done(*NANGUARD, "-m", module, "--lr", "1", cwd=tmp_path)
+        assert plain.returncode == 0
+        assert (guarded.returncode, guarded.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for one process")
+def test_ctrl_c_ends_it_as_ever(tmp_path: Path) -> None:
+    code = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(600)\nfinally:\n    print('cleaned up', flush=True)"
+    name = script(tmp_path, code)
+    ends = []
+    for by in (PYTHON, NANGUARD):
+        process = subprocess.Popen([*by, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+        ends.append((process.returncode, out, [line for line in err.splitlines() if "nanguard: " not in line]))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == -signal.SIGINT
+    assert ends[0][1] == "cleaned up\n"
+
+
+def test_processes_that_a_program_spawns_behave_as_ever(tmp_path: Path) -> None:
+    code = """
+        import multiprocessing as mp
+        def square(x):
+            return x * x
+        if __name__ == "__main__":
+            with mp.get_context("spawn").Pool(2) as pool:
+                print(pool.map(square, [1, 2, 3]))
+    """
+    name = script(tmp_path, code)
+    guarded = done(*NANGUARD, name, cwd=tmp_path)
+    assert (guarded.returncode, guarded.stdout) == (0, "[1, 4, 9]\n"), guarded.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "cannot open nothing.py: No such file or directory"),
+        (["-m", "nothing.at.all"], "cannot find the module nothing.at.all"),
+        (["-m", "nothing"], "there is no module nothing"),
+        (["."], "is a folder without a __main__.py"),
+        (["--policy", "bold", "train.py"], "there is no recipe 'bold'"),
+        (["--policy", "tts", "--halt-on-first", "train.py"], "say two different things"),
+        (["--max-norm", "0", "train.py"], "--max-norm must be a number above 0"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], message: str, tmp_path: Path) -> None:
+    script(tmp_path, TRAINS)
+    ended = done(*NANGUARD, *arguments, cwd=tmp_path, COLUMNS="200")
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+def test_a_bad_step_is_told_on_stderr_and_kept(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS)
+    ended = done(*NANGUARD, name, cwd=tmp_path)
+    assert ended.returncode == 0
+    assert "nan" not in ended.stdout
+    assert "step 2  non-finite loss: step skipped, nothing changed" in ended.stderr
+    assert "log, forward, fp32   train.py:7" in ended.stderr
+    *_, last = ended.stderr.splitlines()
+    assert last.startswith(
+        "nanguard: 6 steps, 2 not applied, weights and optimizer state finite; first known at step 3"
+    )
+    assert last.endswith(f"report {Path('runs', 'train', 'report.html')}")
+    assert (tmp_path / "runs" / "train" / "report.html").stat().st_size > 10_000
+    run = nanguard.read_run(tmp_path / "runs" / "train")
+    assert run.header["script"] == str(tmp_path / "train.py")
+    assert [step.step for step in run.steps if step.skipped] == [2, 3]
+    again = done(*NANGUARD, name, cwd=tmp_path)
+    assert "runs/train-2/" in again.stderr.replace(os.sep, "/")
+
+
+def test_quietly(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS)
+    ended = done(*NANGUARD, "--quiet", name, cwd=tmp_path)
+    assert len(ended.stderr.splitlines()) == 1
+    healthy = script(tmp_path, TRAINS.replace("(2, 3)", "()"))
+    assert done(*NANGUARD, "-q", healthy, cwd=tmp_path).stderr == ""
+
+
+def test_the_first_bad_step_may_end_it(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS)
+    ended = done(*NANGUARD, "--halt-on-first", name, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "NonFiniteError: non-finite loss at step 2" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_trace_finds_the_first_one(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS.replace("(2, 3)", "(2,)"))
+    unknown = done(*NANGUARD, name, cwd=tmp_path)
+    assert "train.py:7" not in unknown.stderr
+    assert "to find it when it comes again" in unknown.stderr
+    assert "log, forward, fp32   train.py:7" in done(*NANGUARD, "--trace", name, cwd=tmp_path).stderr
+
+
+def test_policies_and_clipping_by_name(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS.replace("(2, 3)", "()"))
+    plain, clipped = (done(*NANGUARD, *more, name, cwd=tmp_path) for more in ((), ("--max-norm", "0.1")))
+    assert plain.stdout != clipped.stdout
+    name = script(tmp_path, TRAINS.replace("range(6)", "range(12)").replace("in (2, 3)", "> 1"))
+    ended = done(*NANGUARD, "--policy", "speechbrain", "--run-dir", "here", name, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "NonFiniteError" in ended.stderr
+    assert nanguard.read_run(tmp_path / "here").header["policy"]["ladder"]
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write anywhere")
+def test_where_nothing_can_be_written_it_runs_without_a_log(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS)
+    tmp_path.chmod(0o500)
+    try:
+        ended = done(*NANGUARD, name, cwd=tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+    assert ended.returncode == 0
+    assert "there will be no run log" in ended.stderr
+
+
+def test_several_ranks_decide_together(tmp_path: Path) -> None:
+    code = """
+        import os, sys, torch, torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        for step in range(6):
+            x = torch.randn(8, 4)
+            if step == 3 and rank == 1:
+                x[0, 0] = float("inf")
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        torch.save({**model.module.state_dict(), "steps": optimizer.state_dict()["state"][0]["step"]}, f"rank{rank}.pt")
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)
+    """
+    name = script(tmp_path, code)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    ended = done(*launcher, "--nproc-per-node", "2", "-m", "nanguard", "run", name, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    states = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for key in ("0.weight", "2.weight", "steps"):
+        assert torch.equal(states[0][key], states[1][key])
+        assert torch.isfinite(states[0][key]).all()
+    assert states[0]["steps"] == 5
+    assert ended.stderr.count("non-finite loss: step skipped, nothing changed") == 1  # one rank speaks
+    assert "seen first by rank 1" in ended.stderr
+
+
+def test_help_and_completion_of_recipes() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "nanguard", "run", "--help"], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert "nanguard run train.py --lr 3e-4" in shown.stdout
+    env = {
+        **os.environ,
+        "_NANGUARD_COMPLETE": "complete_bash",
+        "COMP_WORDS": "nanguard run --policy s",
+        "COMP_CWORD": "3",
+    }
+    completed = subprocess.run(
+        [sys.executable, "-m", "nanguard"], capture_output=True, text=True, check=False, timeout=300, env=env
+    )
+    assert set(completed.stdout.split()) == {"speechbrain", "separation"}
+
+
+def test_the_log_is_json_lines(tmp_path: Path) -> None:
+    done(*NANGUARD, "--run-dir", "log", script(tmp_path, TRAINS), cwd=tmp_path)
+    events = [json.loads(line)["event"] for line in (tmp_path / "log" / "run.jsonl").read_text().splitlines()]
+    assert events[0] == "run"
+    assert events[-1] == "end"
+    assert events.count("step") == 6
+    assert events.count("incident") == 2

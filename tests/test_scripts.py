@@ -1,0 +1,254 @@
+"""``nanguard run`` on programs that nobody changed: ``scripts/`` has them as people write them, healthy and faulty.
+
+Each is run by plain Python and under nanguard. What is wrong with a faulty one was written down here, and on the lines
+marked ``# guilty``, before nanguard was asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nanguard
+
+SCRIPTS = Path(__file__).parent / "scripts"
+OUT = "OUT"
+"""Stands for the file that a program writes its weights to, in its arguments; also a variable of its environment."""
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), reason="needs a C++ compiler"
+)
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """``notes`` are what nanguard may say of it besides its last line."""
+
+    script: str
+    args: tuple[str, ...] = (OUT,)
+    status: int = 0
+    notes: str | None = None
+    marks: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return self.script
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """``where`` is the file with the guilty lines, if not the script; a package is run with ``-m``."""
+
+    script: str
+    ops: set[str]
+    causes: set[str]
+    args: tuple[str, ...] = (OUT,)
+    phases: set[str] = field(default_factory=lambda: {"forward"})
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.script
+
+    @property
+    def file(self) -> Path:
+        return SCRIPTS / (self.where or f"{self.script}.py")
+
+    @property
+    def lines(self) -> list[int]:
+        return [n for n, line in enumerate(self.file.read_text().splitlines(), 1) if "# guilty" in line]
+
+
+HEALTHY = [
+    Healthy("actor_critic", status=3),
+    Healthy("amp_routine"),
+    Healthy("careful", status=1),
+    Healthy("compiled", marks=(needs_compiler,)),
+    Healthy("fine_tune"),
+    Healthy("gan"),
+    Healthy("language_model", ("--lr", "0.01", OUT)),
+    Healthy("lbfgs_fit", notes="LBFGS"),
+    Healthy("meta_learning"),
+    Healthy("mlp"),
+    Healthy("polynomial"),
+    Healthy("resume", ("--out", OUT)),
+    Healthy("spawned"),
+]
+
+FAULTY = [
+    Faulty("accumulation", {"div"}, {"zero_over_zero"}),
+    Faulty("amp_records", {"addmm", "linear", "_to_copy"}, {"input_nonfinite"}, phases={"data"}),
+    Faulty("attention", {"softmax", "_softmax"}, {"masked_softmax_all_neg_inf"}),
+    Faulty("cnn", {"div"}, {"zero_over_zero"}),
+    Faulty("gan", {"log"}, {"log_of_zero"}, ("--radius", "20", "--g-lr", "0.05", "--steps", "40", OUT)),
+    Faulty("half_precision", {"addmm", "linear"}, {"overflow_fp16"}),
+    Faulty("house_prices", {"pow", "mean"}, {"gradient_explosion", "overflow_any_precision"}),
+    Faulty("last_batch", {"std"}, {"std_of_single_element"}, ("--save", OUT)),
+    Faulty("lbfgs_decay", {"exp"}, {"exp_overflow"}),
+    Faulty("listings", {"log"}, {"log_of_zero"}, ("--out", OUT)),
+    Faulty("logistic_regression", {"log"}, {"log_of_zero"}),
+    Faulty("lstm_forecast", {"div", "lstm", "mkldnn_rnn_layer"}, {"input_nonfinite"}, ("--out", OUT), {"data"}),
+    Faulty(
+        "own_optimizer",
+        {"div", "RMSPropFromSlide"},
+        {"zero_over_zero", "div_by_zero", "optimizer_eps_underflow"},
+        phases={"optimizer"},
+    ),
+    Faulty("rbm", {"exp"}, {"exp_overflow"}),
+    Faulty("recurrent", {"mm", "addmm", "pow", "mean"}, {"gradient_explosion", "overflow_any_precision"}),
+    Faulty("retrieval.train", {"pow"}, {"pow_negative_base"}, ("--out", OUT), where="retrieval/pooling.py"),
+    Faulty("rotations", {"acos"}, {"acos_asin_domain"}, phases={"forward", "backward"}),
+    Faulty("scaling", {"sqrt"}, {"sqrt_grad_at_zero"}, phases={"backward"}),
+    Faulty("siamese_trainer", {"sqrt"}, {"sqrt_grad_at_zero"}, ("--out", OUT), {"backward"}),
+    Faulty("softmax_by_hand", {"exp"}, {"exp_overflow"}),
+    Faulty("two_towers", {"div"}, {"division_by_near_zero_norm", "zero_over_zero"}),
+    Faulty("unit_vectors", {"div"}, {"custom_backward_bug"}, phases={"backward"}),
+    Faulty("vae", {"exp"}, {"exp_overflow"}),
+]
+
+KNOWN: dict[str, list[str]] = {}
+"""What nanguard gets wrong, by script. The case must fail until this is mended."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program did."""
+
+    folder: Path
+    status: int
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        assert (self.folder / "out.pt").exists(), f"nothing was saved:\n{self.stderr}"
+        return dict(tensors_in(torch.load(self.folder / "out.pt", weights_only=True)))
+
+    @property
+    def words(self) -> list[str]:
+        """Lines of nanguard on stderr."""
+        return [line for line in self.stderr.splitlines() if line.startswith("nanguard: ")]
+
+    @property
+    def bad(self) -> list[str]:
+        return [name for name, tensor in self.tensors.items() if not tensor.isfinite().all()]
+
+
+def tensors_in(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from tensors_in(value, f"{name}.{key}")
+
+
+def both_ways(case: Healthy | Faulty, tmp_path: Path) -> tuple[Ran, Ran]:
+    """The program by plain Python and under nanguard, at the same time."""
+    folders = tmp_path / "plain", tmp_path / "guarded"
+    started = []
+    try:
+        for folder, prefix in zip(folders, ([], ["-m", "nanguard", "run"]), strict=True):
+            started.append(start(case, folder, [sys.executable, *prefix]))
+        statuses = [process.wait(timeout=300) for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait(timeout=300)
+    plain, guarded = (Ran(folder, status) for folder, status in zip(folders, statuses, strict=True))
+    return plain, guarded
+
+
+def start(case: Healthy | Faulty, folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    package = case.script.partition(".")[0]
+    if package != case.script:
+        shutil.copytree(SCRIPTS / package, folder / package)
+        command = [*command, "-m", case.script]
+    else:
+        command = [*command, str(SCRIPTS / f"{case.script}.py")]
+    weights = str(folder / "out.pt")
+    command += [weights if arg == OUT else arg for arg in case.args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", OUT: weights}
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+
+def cases(all_of_them: list[Any]) -> pytest.MarkDecorator:
+    params = []
+    for case in all_of_them:
+        wrong = KNOWN.get(str(case), [])
+        marks = [*getattr(case, "marks", ()), *(pytest.mark.xfail(reason=why, strict=True) for why in wrong[:1])]
+        params.append(pytest.param(case, id=str(case), marks=marks))
+    return pytest.mark.parametrize("case", params)
+
+
+@cases(HEALTHY)
+def test_a_healthy_program_is_the_same_program(case: Healthy, tmp_path: Path) -> None:
+    plain, guarded = both_ways(case, tmp_path)
+    assert (plain.status, guarded.status) == (case.status, case.status), guarded.stderr
+    assert guarded.stdout == plain.stdout != ""
+    before, after = plain.tensors, guarded.tensors
+    assert list(before) == list(after) != []
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+    told = [line for line in guarded.words if case.notes is None or not line.startswith(f"nanguard: {case.notes}")]
+    assert len(told) == 1, guarded.stderr
+    assert "none of them non-finite" in told[0]
+    rest = [line for line in guarded.stderr.splitlines() if line not in guarded.words]
+    assert rest == plain.stderr.splitlines()
+
+    run = nanguard.read_run(guarded.folder / "runs" / case.script)
+    assert run.is_over
+    assert not run.troubles
+    assert not run.incidents
+    assert run.steps
+
+
+@cases(FAULTY)
+def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(case: Faulty, tmp_path: Path) -> None:
+    plain, guarded = both_ways(case, tmp_path)
+    assert plain.bad, "the program is not as faulty as it is said to be"
+    assert guarded.status == plain.status == 0, guarded.stderr
+    assert list(guarded.tensors) == list(plain.tensors)
+    assert guarded.bad == []
+
+    places = "|".join(re.escape(f"{case.file.name}:{line}") for line in case.lines)
+    row = rf"^ +(born|first) in +\S.* ({'|'.join(case.ops)}), .*\b({places})\b"
+    assert re.search(row, guarded.stderr, re.MULTILINE), guarded.stderr
+    assert re.search(r"not applied, weights .*finite", guarded.words[-1])
+    assert "Traceback" not in guarded.stderr
+
+    run = nanguard.read_run(guarded.folder / "runs" / case.script.rpartition(".")[2])
+    assert run.is_over
+    assert not run.troubles
+    diagnoses = [incident.diagnosis for incident in run.incidents if incident.diagnosis is not None]
+    known = [each for each in diagnoses if each.cause != "unknown"]
+    assert known
+    for each in known:  # all of them: one that is wrong is worse than none
+        assert each.cause in case.causes
+        assert each.op in case.ops
+        assert each.phase in case.phases
+        assert each.source is not None
+        assert (Path(each.source.file).name, each.source.line) in [(case.file.name, line) for line in case.lines]
+
+
+def test_every_program_is_run() -> None:
+    there = {path.stem for path in SCRIPTS.glob("*.py")} | {"retrieval.train"}
+    assert there == {str(case) for case in [*HEALTHY, *FAULTY]}
+    assert not KNOWN.keys() - there
