@@ -266,6 +266,19 @@ def test_snapshots_never_sync(where: Any, style: str) -> None:
     assert guard.snapshots == (41, 51)
 
 
+@pytest.mark.parametrize("style", ["step", "own loop"])
+def test_the_run_log_never_syncs(style: str, tmp_path: Any) -> None:
+    model, opt = build(FUSED["AdamW"], device="cuda")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 80)
+    guard = nanguard.Guard(model, opt, scheduler=schedule, precision="bf16", run_dir=tmp_path)
+    batches = make_batches(60, device="cuda")
+    run(guard, batches[:20], style)
+    with syncs_are_errors():
+        run(guard, batches[20:], style)
+    guard.close()
+    assert [record.step for record in nanguard.read_run(tmp_path).steps] == list(range(60))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
 def test_the_same_steps_follow_a_rollback(where: Any, precision: Any, tmp_path: Any) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nanguard.checkup import machine
@@ -528,6 +530,25 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
 }
 
+PIECES = [
+    b"import torch\n",
+    b"from torch.optim import *\n",
+    b"torch.optim.Adam(*a, **b)\n",
+    b"x = y = torch.amp.GradScaler()\n",
+    b"x.step(z); z.step()\n",
+    b"x.scale(l).backward()\n",
+    b"torch.nn.utils.clip_grad_norm_()\n",
+    b"with torch.autocast(): l.backward()\n",
+    b"for i in j: l.backward(); l.item()\n",
+    b"torch.optim.lr_scheduler.StepLR()\n",
+    b"torch.nn.functional.cross_entropy()\n",
+    b"torch.nn.Sequential()(x).log()\n",
+    b"del torch\n",
+    b"x: int\n",
+    b"'cuda'\n",
+    b"lambda: (yield)\n",
+]
+
 
 def found(program: str) -> list[Finding]:
     return examine(Script("train.py", (HEAD + textwrap.dedent(program)).encode()))
@@ -609,6 +630,29 @@ def test_the_programs_of_this_repository_have_only_what_is_meant() -> None:
 def test_what_is_no_python_is_said(source: bytes, why: str) -> None:
     with pytest.raises(ScriptError, match=f"(?s)t.py.* is no Python that this Python can read.*{why}"):
         Script("t.py", source)
+
+
+def looked_at(source: bytes) -> list[Finding] | str:
+    """What is found, or the beginning of the message that says why nothing is."""
+    try:
+        return examine(Script("t.py", source))
+    except ScriptError as error:
+        return str(error)[:4]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x" + ".a" * 20_000 + " = 1", "import torch\ntorch.log(" + "f(" * 90 + ")" * 90 + ")", "f" + "()" * 20_000],
+)
+def test_deep_nesting_is_looked_at_or_refused(source: str) -> None:
+    assert looked_at(source.encode()) in ([], "t.py")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.one_of(st.binary(max_size=200), st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join)))
+def test_any_bytes_are_looked_at_or_refused(source: bytes) -> None:
+    told = looked_at(source)
+    assert told == "t.py" or all(isinstance(finding, Finding) and finding.place for finding in told)
 
 
 def test_a_program_is_never_run(tmp_path: Path) -> None:

@@ -92,7 +92,14 @@ def test_so_does_a_module(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for one process")
 def test_ctrl_c_ends_it_as_ever(tmp_path: Path) -> None:
-    code = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(600)\nfinally:\n    print('cleaned up', flush=True)"
+    code = """
+        import time
+        print("ready", flush=True)
+        try:
+            time.sleep(600)
+        finally:
+            print("cleaned up", flush=True)
+    """
     name = script(tmp_path, code)
     ends = []
     for by in (PYTHON, NANGUARD):

@@ -397,3 +397,12 @@ def test_a_run_that_is_killed_at_any_moment_leaves_all_but_the_last_second(tmp_p
         assert len(each["troubles"]) <= 2  # a line that a kill cut in two, before the next process came
     assert sum(each["read"] for each in found) > 100
     assert any(each["incidents"] for each in found)
+
+
+def test_the_numbers_in_the_docs_are_those_that_were_measured() -> None:
+    root = Path(__file__).parent.parent
+    newest = max((root / "benchmarks" / "results").glob("runlog-cpu-*.md"), key=lambda path: path.stem[-10:])
+    rows = [line for line in newest.read_text().splitlines() if line.startswith("|")]
+    page = (root / "docs" / "runlog.md").read_text()
+    assert len(rows) > 6
+    assert [row for row in rows if row not in page] == []

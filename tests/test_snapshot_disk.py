@@ -16,7 +16,6 @@ import signal
 import struct
 import subprocess
 import sys
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path

@@ -178,7 +178,7 @@ class Bench:
             step=window.step,
             epoch=window.epoch,
             batch=window.batch,
-            loss=reply.loss,
+            loss=reply.loss if window.knows_loss else math.nan,
             mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
             norms=reply.norms if self.scaler is None else self.scaler.in_true_size(reply.norms, reply.scale),
             lrs=window.lrs,

@@ -66,7 +66,7 @@ class Ear:
     def __init__(
         self, opens: Callable[[], list[Call] | None], note: Callable[[], RngState | None], device: str
     ) -> None:
-        self._opens, self._note, self._device = opens, note, device
+        self._opens, self._note, self.device = opens, note, device
 
     def listen(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True)
@@ -78,7 +78,7 @@ class Ear:
             return
         if len(calls) >= _MOST_CALLS:
             del calls[0]
-        mode = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
         calls.append(Call(args, kwargs, self._note(), mode, place=calling_line()))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:

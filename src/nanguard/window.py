@@ -67,6 +67,7 @@ class Window:
     last_seen: Any = None
     last_batch: int | None = None
     losses: list[Tensor] = field(default_factory=list)
+    knows_loss: bool = True
     in_microbatch: bool = False
     flags: list[Tensor] = field(default_factory=list)
     shown: Tensor | None = None

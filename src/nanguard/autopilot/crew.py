@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from nanguard.diagnosis.source import is_users_file
 from nanguard.naming import unwrapped
@@ -45,11 +44,6 @@ def owners(tensors: Iterable[Tensor]) -> list[nn.Module]:
             for root in _roots(module, parents, set()):
                 found[id(root)] = root
     return list(found.values())
-
-
-def uses_grad_scaler() -> bool:
-    """Whether the program has made a GradScaler that does something."""
-    return any(scaler.is_enabled() for scaler in _living(GradScaler))
 
 
 def crew_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:

@@ -39,6 +39,11 @@ class Autopilot:
         return dict(self._tower.counts)
 
     @property
+    def has_guard(self) -> bool:
+        """Whether the program has a ``Guard`` of its own, whose optimizers are left to it."""
+        return self._tower.has_guard
+
+    @property
     def num_optimizers(self) -> int:
         """That have been guarded; a program that updates its tensors itself counts as one."""
         return self._tower.num_optimizers

@@ -83,7 +83,8 @@ class Patches:
                 original(tensors, *args, **kwargs)
                 return
             tower.backward(tensors)
-            original(tensors, *args, **kwargs)
+            with tower.in_backward():
+                original(tensors, *args, **kwargs)
             tower.after_backward(tensors)
 
         return backward

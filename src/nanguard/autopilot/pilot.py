@@ -66,7 +66,6 @@ class Pilot:
         settings: Settings,
         *,
         name: str,
-        scales: bool,
         shares: bool,
     ) -> None:
         self.optimizer, self.name, self._settings = optimizer, name, settings
@@ -94,9 +93,7 @@ class Pilot:
             ranks=ranks,
             journal=Journal(settings.run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0, optimizer=name),
         )
-        if scales:
-            self.bench.scaler = ProgramScaler(device)
-        asks = scales or shares or needs_closure(optimizer)
+        asks = shares or needs_closure(optimizer)
         self.sync = "eager" if asks else choose_sync(settings.sync, self.bench)
         self.steps = Steps(
             self.bench,
@@ -148,6 +145,13 @@ class Pilot:
         if isinstance(crew, Crew) and {id(p) for p in crew.parameters()} != {id(p) for p in params}:
             crew.take(params, names_in_sight(params))
             self.bench.look_again()
+
+    def use_scaler(self, scaler: Any) -> None:
+        """The program's GradScaler steps this optimizer: it may find an overflow, which is routine."""
+        self.grad_scaler = scaler
+        if self.bench.scaler is None:
+            self.ask_the_host()
+            self.bench.scaler = ProgramScaler(self.bench.device)
 
     def ask_the_host(self) -> None:
         """From now on before each step: what other optimizers do must not come in between."""
@@ -225,6 +229,7 @@ class Pilot:
         self.bench.journal.close(steps=self.bench.num_steps)
 
     def _fill(self, window: Window, this: Round) -> None:
+        window.knows_loss = bool(this.losses)
         window.losses = list(this.losses) or [torch.zeros((), device=self.bench.device)]
         window.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
         window.last_seen = [(call.args, dict(call.kwargs)) for call in this.calls]

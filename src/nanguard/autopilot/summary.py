@@ -12,6 +12,8 @@ from nanguard.records import Incident
 def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
     """For the last line of ``nanguard run``; ``unsound`` are names of what was not finite at the end."""
     if not autopilot.num_optimizers:
+        if autopilot.has_guard:
+            return "nothing to do, since the program has a Guard of its own"
         return "nothing to guard, since no gradients were computed in this process"
     counts, incidents = autopilot.counts, autopilot.incidents
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.assembly import introduce
 from nanguard.autopilot.byhand import Hand, leaves_of
-from nanguard.autopilot.crew import crew_of, names_in_sight, owners, uses_grad_scaler
+from nanguard.autopilot.crew import crew_of, names_in_sight, owners
 from nanguard.autopilot.listening import Switchboard
 from nanguard.autopilot.pilot import Pilot, Round
 from nanguard.autopilot.settings import Settings
@@ -27,7 +27,7 @@ from nanguard.errors import NonFiniteError
 from nanguard.journal import Journal
 from nanguard.records import Incident
 from nanguard.rng import RngState
-from nanguard.shield import needs_closure
+from nanguard.shield import has_guard, needs_closure
 
 log = logging.getLogger("nanguard")
 
@@ -49,9 +49,11 @@ class Tower:
         self._companions: dict[int, set[int]] = {}
         self._is_busy = False
         self._is_closed = False
+        self._is_in_backward = False
+        self.has_guard = False
         self._pid = os.getpid()
         self._traced: tuple[Pilot, contextlib.ExitStack] | None = None
-        self._ear = Ear(self._open_calls, self._random_states, "cuda" if torch.cuda.is_available() else "cpu")
+        self._ear = Ear(self._open_calls, self._random_states, "cpu")
         self._switchboard = Switchboard(self.take_in, self._open_calls, self._ear)
         os.register_at_fork(after_in_child=self._leave_alone)
 
@@ -60,7 +62,7 @@ class Tower:
     @property
     def is_idle(self) -> bool:
         """Whether what happens now is none of our business: our own work, a worker process, a graph being captured."""
-        return self._is_busy or self._is_closed or _is_capturing()
+        return self._is_busy or self._is_closed or self._is_in_backward or _is_capturing()
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer; it may not be quite finished yet."""
@@ -84,9 +86,18 @@ class Tower:
             losses = _losses(tensors)
             self._begin_round()
             self._round.losses += [getattr(loss, "_nanguard_loss", loss).detach().reshape(()) for loss in losses]
-            if not self._seated and losses:
+            if not self._seated and not self.has_guard and losses:
                 self._hand = self._hand or Hand()
                 self._hand.expect(leaves_of(losses))
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around the pass itself: what checkpointing differentiates inside it is no loss."""
+        self._is_in_backward = True
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
@@ -104,7 +115,8 @@ class Tower:
         pilot = pilot_of(optimizer)
         if pilot is None:
             return 0
-        pilot.grad_scaler = scaler
+        with self._busy():
+            pilot.use_scaler(scaler)
         return pilot.num_calls
 
     def step(self, optimizer: Optimizer, call: Step | None) -> Any:
@@ -213,6 +225,9 @@ class Tower:
         return [pilot for pilot in self.pilots if self._hand is None or pilot is not self._hand.pilot]
 
     def _seat(self, optimizer: Optimizer) -> None:
+        if has_guard(optimizer):
+            self.has_guard = True
+            return
         if not _parameters(optimizer):
             return
         name = names_in_sight([optimizer]).get(id(optimizer), type(optimizer).__name__)
@@ -232,7 +247,6 @@ class Tower:
                 roots,
                 self._settings,
                 name=name,
-                scales=uses_grad_scaler(),
                 shares=bool(self.pilots),
             )
             pilot.open()
@@ -250,6 +264,7 @@ class Tower:
             )
         self._introduce(pilot)
         self._switchboard.listen(roots)
+        self._ear.device = pilot.bench.device.type
         vars(optimizer)[_SEAT] = pilot
         self._pilots.append(weakref.ref(pilot))
         self._start_tracing()

@@ -88,7 +88,7 @@ def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[F
 
 
 def _python() -> Fact:
-    return Fact(name="Python", value=f"{platform.python_version()} on {platform.platform(terse=True)}")
+    return Fact(name="Python", value=f"{platform.python_version()} on {platform.system()}, {platform.machine()}")
 
 
 def _torch_facts() -> Iterator[Fact]:
@@ -102,7 +102,7 @@ def _device_facts() -> Iterator[Fact]:
     import torch
 
     threads = torch.get_num_threads()
-    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {threads} threads of torch, {platform.machine()}")
+    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {threads} threads of torch")
     if not torch.cuda.is_available():
         yield Fact(name="GPU", value="none that torch can use")
         return
@@ -120,8 +120,8 @@ def _switch_facts() -> Iterator[Fact]:
     told = flags()
     yield Fact(name="fp32 matmul precision", value=str(told["matmul_precision"]))
     yield Fact(name="TF32", value=f"matmul {_on(told['matmul_tf32'])}, cuDNN {_on(told['cudnn_tf32'])}")
-    reduced = f"fp16 {_on(told['matmul_fp16_reduction'])}, bf16 {_on(told['matmul_bf16_reduction'])}"
-    yield Fact(name="reduced-precision sums in matmul", value=reduced)
+    reduced = f"in matmul: fp16 {_on(told['matmul_fp16_reduction'])}, bf16 {_on(told['matmul_bf16_reduction'])}"
+    yield Fact(name="half-precision sums", value=reduced)
     cudnn = f"{_on(told['cudnn_deterministic'])} in cuDNN, benchmark {_on(told['cudnn_benchmark'])}"
     yield Fact(name="deterministic", value=f"{_on(told['deterministic'])}, {cudnn}")
 

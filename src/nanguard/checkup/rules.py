@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from nanguard.checkup import amp, loop, losses
 from nanguard.checkup.amp import Complaints
-from nanguard.checkup.record import Finding, Severity
-from nanguard.checkup.script import Script
+from nanguard.checkup.record import Finding, Place, Severity
+from nanguard.checkup.script import Script, too_deep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,21 +168,21 @@ RULES = (
 
 
 def examine(script: Script) -> list[Finding]:
-    """Everything the rules find, once a line, in the order of the lines within each severity."""
+    """Everything the rules find, once a line, in the order of the lines within each severity.
+
+    Raises ``ScriptError`` where the program is nested too deeply to be looked at.
+    """
     found: dict[tuple[str, int], Finding] = {}
     for rule in RULES:
-        for node, what in rule.look(script):
-            place = script.place(node)
-            found.setdefault(
-                (rule.name, place.line),
-                Finding(
-                    rule=rule.name,
-                    severity=rule.severity,
-                    what=what,
-                    why=rule.why,
-                    change=rule.change,
-                    place=place,
-                ),
-            )
+        try:
+            for node, what in rule.look(script):
+                finding = _finding(rule, script.place(node), what)
+                found.setdefault((rule.name, script.place(node).line), finding)
+        except RecursionError:
+            raise too_deep(script.path) from None
     order = {"error": 0, "warning": 1, "advice": 2}
     return [found[key] for key in sorted(found, key=lambda key: (order[found[key].severity], key[1]))]
+
+
+def _finding(rule: Rule, place: Place, what: str) -> Finding:
+    return Finding(rule=rule.name, severity=rule.severity, what=what, why=rule.why, change=rule.change, place=place)

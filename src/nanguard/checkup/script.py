@@ -33,7 +33,10 @@ class Script:
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.imports = self._imports()
-        self._assigned = self._assignments()
+        try:
+            self._assigned = self._assignments()
+        except RecursionError:
+            raise too_deep(path) from None
 
     @classmethod
     def read(cls, path: str | Path) -> Script:
@@ -208,6 +211,10 @@ class Script:
             if isinstance(target, (ast.Name, ast.Attribute)) and self._assigned.get(ast.unparse(target)) is call:
                 return ast.unparse(target)
         return ""
+
+
+def too_deep(path: str) -> ScriptError:
+    return ScriptError(f"{path} is nested too deeply to be looked at")
 
 
 def _position(node: ast.AST) -> tuple[int, int]:

@@ -37,13 +37,12 @@ def doctor(
     from nanguard.errors import ScriptError
 
     try:
-        read = None if script is None else Script.read(script)
+        seen = [] if script is None else rules.examine(Script.read(script))
     except ScriptError as error:
         fail(str(error), as_json=as_json)
     facts, findings = machine.look(run_dir)
-    if read is not None:
-        findings += rules.examine(read)
-    checkup = Checkup(facts=tuple(facts), findings=tuple(findings), script=None if script is None else str(script))
+    told = None if script is None else str(script)
+    checkup = Checkup(facts=tuple(facts), findings=(*findings, *seen), script=told)
     if as_json:
         typer.echo(json.dumps(checkup.as_dict(), indent=2))
         raise typer.Exit(checkup.status)

@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def has_finished(self) -> bool:
-        return self.guarded.weights_finite and self.guarded.steps == self.steps
+        return self.guarded.weights_finite and self.guarded.steps >= self.steps
 
     @property
     def status(self) -> int:

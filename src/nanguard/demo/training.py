@@ -101,7 +101,8 @@ def guarded_loop(guard: Guard, data: Data) -> Iterator[Progress]:
         for batch in guard.epoch(epoch):
             loss = guard.step(loss_fn, batch)
             told.losses.append(loss.item())
-            told.scale = guard.state_dict()["scaler"]["scale"]
+            reading = None if guard.last_outcome is None else guard.last_outcome.verdict.reading
+            told.scale = math.nan if reading is None or reading.scale is None else reading.scale
             told.applied = guard.counts["applied"]
             yield told
 

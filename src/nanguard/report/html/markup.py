@@ -62,7 +62,7 @@ def printable(text: str) -> str:
 def embedded(data: Mapping[str, Any]) -> Markup:
     """JSON that may stand inside a ``script`` element: nothing in it can end the element or open another."""
     told = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for char in "":
+    for char in "<>&":
         told = told.replace(char, f"\\u{ord(char):04x}")
     return Markup(told)
 

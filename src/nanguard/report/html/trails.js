@@ -4,13 +4,17 @@
 const trails = (() => {
   const { plain, grouped, palette, faded } = curves;
 
+  // Labels that are too tall for the chart are not shown at all, so that two lines must do.
   const wrapped = (text) => {
-    const lines = [""];
-    for (const word of text.split(" ")) {
-      if (lines.at(-1).length + word.length > 60) lines.push("");
-      lines[lines.length - 1] += (lines.at(-1) ? " " : "") + word;
+    const lines = [];
+    for (let rest = text; rest && lines.length < 2; ) {
+      const space = rest.length > 64 ? rest.lastIndexOf(" ", 64) : rest.length;
+      const end = space > 0 ? space : 64;
+      lines.push(plain(rest.slice(0, end)));
+      rest = rest.slice(end).trimStart();
+      if (rest && lines.length === 2) lines[1] += " …";
     }
-    return lines.slice(0, 6).map((line) => plain(line.slice(0, 120))).join("<br>");
+    return lines.join("<br>");
   };
 
   function draw(place) {
