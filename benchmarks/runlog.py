@@ -29,9 +29,9 @@ import nanguard
 from nanguard.runlog import EVERY_STEP_UNTIL, RunLog
 
 METHOD = (
-    "One thread, fp32, fused AdamW, sync='eager', snapshots=None, diagnose='off'. Ratio of the processor's time for a block of "
-    "guarded steps with a run log to the mean of those without around it; median, and 10th and 90th percentile, over "
-    "rounds."
+    "One thread, fp32, fused AdamW, sync='eager', snapshots=None, diagnose='off'. Ratio of the processor's time for a "
+    "block of guarded steps with a run log to the mean of those without around it; median, and 10th and 90th "
+    "percentile, over rounds."
 )
 NETS: dict[str, Callable[[], nn.Module]] = {
     "minute: a linear layer of 8": lambda: nn.Linear(8, 8),

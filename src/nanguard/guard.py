@@ -269,7 +269,7 @@ class Guard:
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Does not sync: as far as the host has heard."""
-        from nanguard.report.notebook import guard_html
+        from nanguard.report.guard import guard_html
 
         return guard_html(self)
 

@@ -41,12 +41,13 @@ class Journal:
         self.trend = Trend()
         self.recent: deque[Reading] = deque(maxlen=64)
         self.family: list[Journal] = [self]
+        self._numbers: list[int] = []
         self._speaks = speaks
         self._log = RunLog(run_dir, optimizer=optimizer) if run_dir is not None else None
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        return tuple(Incident(number=i, outcome=outcome) for i, outcome in enumerate(self.history, start=1))
+        return tuple(Incident(number=n, outcome=o) for n, o in zip(self._numbers, self.history, strict=True))
 
     @property
     def next_number(self) -> int:
@@ -82,6 +83,7 @@ class Journal:
         """What had to be answered, whether its step has been counted already or not."""
         incident = Incident(number=self.next_number, outcome=outcome)
         self.history.append(outcome)
+        self._numbers.append(incident.number)
         if outcome.action.response == "roll_back":
             self.counts["rolled_back"] += 1
         self._tell(incident)
@@ -154,6 +156,7 @@ class Journal:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counts = Counter(state["counts"])
         self.history = [Outcome.from_dict(data) for data in state["history"]]
+        self._numbers = list(range(1, len(self.history) + 1))
         self.trend = Trend.from_dict(state["trend"])
 
     def _note_overflow(self, outcome: Outcome) -> None:

@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 
 def mlp(*sizes):
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
-        layers += [nn.Linear(a, b), nn.LeakyReLU(0.2)]
+    for i in range(len(sizes) - 1):
+        layers += [nn.Linear(sizes[i], sizes[i + 1]), nn.LeakyReLU(0.2)]
     return layers[:-1]
 
 

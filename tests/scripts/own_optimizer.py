@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 class RMSPropFromSlide(Optimizer):
     def __init__(self, params, lr=1e-2, decay=0.9):
-        super().__init__(params, dict(lr=lr, decay=decay))
+        super().__init__(params, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -31,22 +31,22 @@ class Autopilot:
     @property
     def incidents(self) -> Sequence[Incident]:
         """Every step that had to be answered so far, as far as the host has heard."""
-        return self._tower.incidents
+        return self._tower.roster.incidents
 
     @property
     def counts(self) -> dict[str, int]:
         """How many steps were applied, skipped, and so on, over all optimizers."""
-        return dict(self._tower.counts)
+        return dict(self._tower.roster.counts)
 
     @property
     def has_guard(self) -> bool:
         """Whether the program has a ``Guard`` of its own, whose optimizers are left to it."""
-        return self._tower.has_guard
+        return self._tower.roster.has_guard
 
     @property
     def num_optimizers(self) -> int:
         """That have been guarded; a program that updates its tensors itself counts as one."""
-        return self._tower.num_optimizers
+        return self._tower.roster.num_optimizers
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""

@@ -68,7 +68,7 @@ class Pilot:
         name: str,
         shares: bool,
     ) -> None:
-        self.optimizer, self.name, self._settings = optimizer, name, settings
+        self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
         device = optimizer.param_groups[0]["params"][0].device
         ddp = [root for root in roots if isinstance(root, DistributedDataParallel)]
         group = ddp[0].process_group if ddp else None

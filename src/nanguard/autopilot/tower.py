@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,42 +13,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard import _compat
-from nanguard.assembly import introduce
 from nanguard.autopilot.byhand import Hand, leaves_of
-from nanguard.autopilot.crew import crew_of, names_in_sight, owners
 from nanguard.autopilot.listening import Switchboard
 from nanguard.autopilot.pilot import Pilot, Round
+from nanguard.autopilot.roster import Roster, pilot_of
 from nanguard.autopilot.settings import Settings
 from nanguard.autopilot.shield import Step
 from nanguard.capture import Call, Ear
 from nanguard.errors import NonFiniteError
-from nanguard.journal import Journal
-from nanguard.records import Incident
 from nanguard.rng import RngState
-from nanguard.shield import has_guard, needs_closure
+from nanguard.shield import needs_closure
 
 log = logging.getLogger("nanguard")
-
-_SEAT = "_nanguard_pilot"
-"""Where an optimizer keeps its pilot: torch leaves such attributes out of copies, pickles and ``state_dict``."""
 
 
 class Tower:
     """One for a process. ``patches`` calls it whenever the program does what concerns us."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._arrived: list[weakref.ref[Optimizer]] = []
-        self._names: dict[int, str] = {}
-        self._pilots: list[weakref.ref[Pilot]] = []
-        self._journals: list[Journal] = []
+        self.roster = Roster(settings)
         self._hand: Hand | None = None
         self._round = Round()
         self._companions: dict[int, set[int]] = {}
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
-        self.has_guard = False
         self._pid = os.getpid()
         self._traced: tuple[Pilot, contextlib.ExitStack] | None = None
         self._ear = Ear(self._open_calls, self._random_states, "cpu")
@@ -66,18 +53,20 @@ class Tower:
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer; it may not be quite finished yet."""
-        params = _parameters(optimizer)
         with self._at_work("an optimizer could not be looked at"):
-            self._names.update(names_in_sight([*params, *owners(params)]))
-            self._switchboard.listen(owners(params))
-            self._arrived.append(weakref.ref(optimizer))
+            self._switchboard.listen(self.roster.expect(optimizer))
 
     def take_in(self) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their pilots."""
-        while self._arrived and not self.is_idle:
-            optimizer = self._arrived.pop(0)()
-            if optimizer is not None:
-                self._seat(optimizer)
+        while self.roster.expects_somebody and not self.is_idle:
+            with self._at_work("an optimizer could not be taken in"):
+                self._welcome(self.roster.seat_next())
+
+    def _welcome(self, pilot: Pilot | None) -> None:
+        if pilot is not None:
+            self._switchboard.listen(pilot.roots)
+            self._ear.device = pilot.bench.device.type
+            self._start_tracing()
 
     def backward(self, tensors: Any) -> None:
         """The program is about to compute gradients of these."""
@@ -86,7 +75,7 @@ class Tower:
             losses = _losses(tensors)
             self._begin_round()
             self._round.losses += [getattr(loss, "_nanguard_loss", loss).detach().reshape(()) for loss in losses]
-            if not self._seated and not self.has_guard and losses:
+            if not self._seated and not self.roster.has_guard and losses:
                 self._hand = self._hand or Hand()
                 self._hand.expect(leaves_of(losses))
 
@@ -139,7 +128,7 @@ class Tower:
             if once.has_raised:  # the program's own
                 raise
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
-            self._dismiss(pilot)
+            self.roster.dismiss(pilot)
             return once.result if once.is_called else once()
         self._start_tracing()
         return result
@@ -204,7 +193,10 @@ class Tower:
         """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
         with self._at_work("a step could not be looked at"):
             self._stop_tracing()
-            hand.pilot = hand.pilot or self._enroll(hand.optimizer, "")
+            if hand.pilot is None:
+                hand.pilot = self.roster.enroll(hand.optimizer, "")
+                self._welcome(hand.pilot)
+                self._stop_tracing()
             if hand.pilot is not None:
                 self._round.stepped.append(hand.pilot)
                 hand.pilot.look_again()
@@ -213,82 +205,13 @@ class Tower:
                     hand.clear_gradients()
         self._start_tracing()
 
-    # ---- pilots --------------------------------------------------------------------------------------------------
-
     @property
     def pilots(self) -> list[Pilot]:
-        """Of optimizers that are still there."""
-        return [pilot for pilot in (ref() for ref in self._pilots) if pilot is not None]
+        return self.roster.pilots
 
     @property
     def _seated(self) -> list[Pilot]:
         return [pilot for pilot in self.pilots if self._hand is None or pilot is not self._hand.pilot]
-
-    def _seat(self, optimizer: Optimizer) -> None:
-        if has_guard(optimizer):
-            self.has_guard = True
-            return
-        if not _parameters(optimizer):
-            return
-        name = names_in_sight([optimizer]).get(id(optimizer), type(optimizer).__name__)
-        taken = [pilot.name for pilot in self.pilots]
-        with self._busy():
-            self._enroll(optimizer, name if name not in taken else f"{name} {len(taken)}")
-
-    def _enroll(self, optimizer: Optimizer, name: str) -> Pilot | None:
-        """None where the optimizer cannot be guarded, which is said once; the program goes on without."""
-        kind = type(optimizer).__name__
-        params = _parameters(optimizer)
-        roots = owners(params)  # anew: the program may have wrapped them since
-        try:
-            pilot = Pilot(
-                optimizer,
-                crew_of(params, roots, self._names | names_in_sight([*params, *roots])),
-                roots,
-                self._settings,
-                name=name,
-                shares=bool(self.pilots),
-            )
-            pilot.open()
-        except ValueError as error:
-            log.warning("%s is not guarded: %s", kind, error)
-            return None
-        except Exception:
-            log.exception("%s is not guarded: nanguard failed to take it in", kind)
-            return None
-        if needs_closure(optimizer):
-            log.warning(
-                "%s computes gradients inside step(), so its steps cannot be checked before: each is looked at "
-                "afterwards, and taken back where it made something non-finite",
-                kind,
-            )
-        self._introduce(pilot)
-        self._switchboard.listen(roots)
-        self._ear.device = pilot.bench.device.type
-        vars(optimizer)[_SEAT] = pilot
-        self._pilots.append(weakref.ref(pilot))
-        self._start_tracing()
-        return pilot
-
-    def _introduce(self, pilot: Pilot) -> None:
-        journal, settings = pilot.bench.journal, self._settings
-        is_first = not self._journals
-        self._journals.append(journal)
-        for each in self._journals:
-            each.family = self._journals
-        for other in self.pilots:
-            other.ask_the_host()
-        introduce(
-            pilot.bench,
-            asked_precision="the program's own",
-            sync=pilot.sync,
-            program={"script": settings.script, "argv": list(settings.argv)},
-            joins=not is_first,
-        )
-
-    def _dismiss(self, pilot: Pilot) -> None:
-        vars(pilot.optimizer).pop(_SEAT, None)
-        self._pilots = [ref for ref in self._pilots if ref() is not pilot]
 
     # ---- what is noted -------------------------------------------------------------------------------------------
 
@@ -320,26 +243,10 @@ class Tower:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    @property
-    def incidents(self) -> Sequence[Incident]:
-        """Of all optimizers, as far as the host has heard."""
-        return [incident for journal in self._journals for incident in journal.incidents]
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Steps applied, skipped and so on, of all optimizers."""
-        total: Counter[str] = Counter()
-        for journal in self._journals:
-            total.update(journal.counts)  # adding would leave out what is zero
-        return total
-
-    @property
-    def num_optimizers(self) -> int:
-        return len(self._journals)
-
     def unsound(self) -> tuple[str, ...]:
+        """Names of what is not finite now. Syncs."""
         with self._busy(), _compat.unwatched():
-            return tuple(name for pilot in self.pilots for name in pilot.steps.climber.unsound())
+            return self.roster.unsound()
 
     def close(self) -> None:
         """Hears of what is under way, and ends the run log. Afterwards the program is on its own."""
@@ -347,13 +254,7 @@ class Tower:
             return
         self._stop_tracing()
         self._is_busy = True
-        for pilot in self.pilots:
-            try:
-                pilot.close()
-            except NonFiniteError as error:
-                log.warning("%s", error)
-            except Exception:
-                log.exception("the last steps could not be looked at")
+        self.roster.close()
         self._switchboard.hang_up()
         self._is_closed = True
 
@@ -398,15 +299,6 @@ class _Once:
             self.has_raised = True
             raise
         return self.result
-
-
-def pilot_of(optimizer: Optimizer) -> Pilot | None:
-    pilot: Pilot | None = vars(optimizer).get(_SEAT)
-    return pilot
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _losses(tensors: Any) -> list[Tensor]:

@@ -3,9 +3,10 @@
 // sides of zero, with the ends of the format.
 const trails = (() => {
   const { plain, grouped, palette, faded } = curves;
+  const ROW = 26;
 
   // Labels that are too tall for the chart are not shown at all, so that two lines must do.
-  const wrapped = (text) => {
+  function wrapped(text) {
     const lines = [];
     for (let rest = text; rest && lines.length < 2; ) {
       const space = rest.length > 64 ? rest.lastIndexOf(" ", 64) : rest.length;
@@ -15,76 +16,132 @@ const trails = (() => {
       if (rest && lines.length === 2) lines[1] += " …";
     }
     return lines.join("<br>");
-  };
+  }
+
+  function in_words(stretch) {
+    const what = wrapped(`${stretch.module} (${stretch.kind}), ${stretch.op}, ${stretch.format}`);
+    const span = stretch.low === null ? "no finite value" : `${stretch.low.toPrecision(4)} to ${stretch.high.toPrecision(4)}`;
+    return `${what}<br>${span}${stretch.finite ? "" : "<br>non-finite values too"}`;
+  }
+
+  function tick_name(value) {
+    if (value === 0) return "0";
+    const power = Math.round(Math.log10(Math.abs(value)));
+    const sign = value < 0 ? "−" : "";
+    return Math.abs(power) <= 3 ? sign + grouped(10 ** power) : `${sign}10<sup>${power}</sup>`;
+  }
+
+  // How values are laid out: ``at`` gives the place of one, ``edge`` that of the outermost.
+  function scale_of(trail, is_narrow) {
+    const sizes = trail.map((s) => Math.max(Math.abs(s.low ?? 0), Math.abs(s.high ?? 0))).filter((size) => size > 0);
+    const largest = sizes.length ? Math.max(...sizes) : 1;
+    const unit = 10 ** (Math.floor(Math.log10(sizes.length ? Math.min(...sizes) : 1)) - 1);
+    // The end of a format that is far away would squeeze all values into the middle.
+    const limited = trail.map((s, row) => [s, row]).filter(([s]) => s.limit !== null && s.limit < largest * 1e6);
+    const reach = Math.max(largest, ...limited.map(([s]) => s.limit));
+    const at = (value) => Math.sign(value) * Math.log10(1 + Math.abs(value) / unit);
+    const every = Math.max(1, Math.ceil(Math.log10(reach / unit) / (is_narrow ? 2 : 4)));
+    const ticks = [0];
+    for (let power = Math.floor(Math.log10(reach)); 10 ** power > unit * 3; power -= every) {
+      ticks.push(10 ** power, -(10 ** power));
+    }
+    return { at, edge: at(reach) * 1.06, ticks, limited };
+  }
 
   function draw(place) {
     const trail = curves.trails[place.dataset.trail];
     if (!trail || !place.clientWidth) return;
     const colours = palette();
     const is_narrow = place.clientWidth < 560;
-    const ends = trail.flatMap((stretch) => [stretch.low, stretch.high]).filter((value) => value !== null && value !== 0).map(Math.abs);
-    const largest = Math.max(...ends, 1e-30);
-    const smallest = Math.min(...trail.map((s) => Math.max(Math.abs(s.low ?? 0), Math.abs(s.high ?? 0))).filter((value) => value > 0), largest);
-    const unit = 10 ** (Math.floor(Math.log10(smallest)) - 1);
-    const scaled = (value) => Math.sign(value) * Math.log10(1 + Math.abs(value) / unit);
-    const near = (stretch) => stretch.limit !== null && Math.log10(stretch.limit) - Math.log10(largest) < 6;
-    const reach = Math.max(largest, ...trail.filter(near).map((stretch) => stretch.limit));
-    const edge = scaled(reach) * 1.06;
-    const decades = Math.ceil(Math.log10(reach / unit));
-    const every = Math.max(1, Math.ceil(decades / (is_narrow ? 2 : 4)));
-    const ticks = [0];
-    for (let power = Math.floor(Math.log10(reach)); 10 ** power > unit * 3; power -= every) ticks.push(10 ** power, -(10 ** power));
-    const named = (value) => {
-      const power = Math.round(Math.log10(Math.abs(value)));
-      const sign = value < 0 ? "−" : "";
-      if (value === 0) return "0";
-      return Math.abs(power) <= 3 ? sign + grouped(10 ** power) : `${sign}10<sup>${power}</sup>`;
+    const { at, edge, ticks, limited } = scale_of(trail, is_narrow);
+    const told = trail.map(in_words);
+    const most = is_narrow ? 16 : 32;
+    const short = (name) => plain(name.length > most ? `…${name.slice(1 - most)}` : name);
+    const rows = [...trail.keys()];
+    const bad = rows.filter((row) => !trail[row].finite);
+    const bars = {
+      type: "bar",
+      orientation: "h",
+      y: rows,
+      base: trail.map((s) => (s.low === null ? 0 : at(s.low))),
+      x: trail.map((s) => (s.low === null ? 0 : Math.max(at(s.high) - at(s.low), edge / 150))),
+      width: 0.55,
+      text: told,
+      textposition: "none",
+      hovertemplate: "%{text}<extra></extra>",
+      marker: { color: trail.map((s) => colours.of(s.finite ? "run-0" : "bad")), line: { width: 0 } },
     };
-    const short = (name) => {
-      const most = is_narrow ? 16 : 32;
-      return plain(name.length > most ? `…${name.slice(1 - most)}` : name);
-    };
-    const told = trail.map((s) => {
-      const span = s.low === null ? "no finite value" : `${s.low.toPrecision(4)} to ${s.high.toPrecision(4)}`;
-      return `${wrapped(`${s.module} (${s.kind}), ${s.op}, ${s.format}`)}<br>${span}${s.finite ? "" : "<br>non-finite values too"}`;
-    });
-    const bar = {
-      type: "bar", orientation: "h", y: trail.map((_, i) => i), text: told, textposition: "none", hovertemplate: "%{text}<extra></extra>",
-      base: trail.map((s) => (s.low === null ? 0 : scaled(s.low))),
-      x: trail.map((s) => (s.low === null ? 0 : Math.max(scaled(s.high) - scaled(s.low), edge / 150))),
-      width: 0.55, marker: { color: trail.map((s) => colours.of(s.finite ? "run-0" : "bad")), line: { width: 0 } },
-    };
-    const bad = trail.map((s, i) => [s, i]).filter(([s]) => !s.finite);
     const crosses = {
-      type: "scatter", mode: "markers", x: bad.map(() => edge * 1.05), y: bad.map(([, i]) => i), text: bad.map(([, i]) => told[i]),
-      hovertemplate: "%{text}<extra></extra>", marker: { symbol: "x", size: 9, color: colours.of("bad") }, cliponaxis: false,
+      type: "scatter",
+      mode: "markers",
+      x: bad.map(() => edge * 1.05),
+      y: bad,
+      text: bad.map((row) => told[row]),
+      hovertemplate: "%{text}<extra></extra>",
+      marker: { symbol: "x", size: 9, color: colours.of("bad") },
+      cliponaxis: false,
     };
-    const limited = trail.map((s, i) => [s, i]).filter(([s]) => near(s));
-    const shapes = limited.flatMap(([s, i]) =>
-      [s.limit, -s.limit].map((limit) => ({
-        type: "line", x0: scaled(limit), x1: scaled(limit), y0: i - 0.5, y1: i + 0.5, line: { color: colours.of("ink"), width: 1.5, dash: "dot" },
+    const ends = limited.flatMap(([s, row]) =>
+      [at(s.limit), at(-s.limit)].map((x) => ({
+        type: "line",
+        x0: x,
+        x1: x,
+        y0: row - 0.5,
+        y1: row + 0.5,
+        line: { color: colours.of("ink"), width: 1.5, dash: "dot" },
       }))
     );
-    const formats = new Map(limited.map(([s]) => [s.format, s.limit]));
-    const annotations = [...formats].slice(0, 1).flatMap(([format, limit]) => [
-      { x: scaled(limit), y: -0.6, yanchor: "bottom", xanchor: "right", showarrow: false, text: `${plain(format)} ends at ${grouped(limit)}`, font: { size: 11, color: colours.of("ink") } },
-    ]);
+    const note = { showarrow: false, xanchor: "right" };
+    const notes = limited.slice(0, 1).map(([s]) => ({
+      ...note,
+      x: at(s.limit),
+      y: -0.6,
+      yanchor: "bottom",
+      text: `${plain(s.format)} ends at ${s.limit < 1e9 ? grouped(s.limit) : s.limit.toPrecision(3)}`,
+      font: { size: 11, color: colours.of("ink") },
+    }));
     if (bad.length) {
-      annotations.push({ x: edge * 1.05, y: trail.length - 0.5, yanchor: "top", showarrow: false, text: "non-finite", xanchor: "right", xshift: 6, font: { size: 11, color: colours.of("bad") } });
+      const below = { x: edge * 1.05, y: trail.length - 0.5, yanchor: "top", xshift: 6 };
+      notes.push({ ...note, ...below, text: "non-finite", font: { size: 11, color: colours.of("bad") } });
     }
     const layout = {
       width: place.clientWidth,
-      height: 26 * trail.length + 68,
+      height: ROW * trail.length + 68,
       margin: { l: is_narrow ? 118 : 240, r: 20, t: 26, b: 30 },
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: colours.sans, size: 12, color: colours.of("quiet") },
-      hoverlabel: { bgcolor: colours.of("surface"), bordercolor: colours.of("line"), font: { family: colours.sans, color: colours.of("ink") }, align: "left" },
-      showlegend: false, hovermode: "closest", dragmode: false, shapes, annotations,
-      xaxis: { range: [-edge * 1.1, edge * 1.1], tickvals: ticks.map(scaled), ticktext: ticks.map(named), gridcolor: faded(colours.of("line"), 0.8), zerolinecolor: colours.of("quiet"), fixedrange: true },
-      yaxis: { range: [trail.length - 0.4, -0.6], tickvals: trail.map((_, i) => i), ticktext: trail.map((s) => short(s.module)), tickfont: { color: colours.of("ink"), size: 12 }, showgrid: false, zeroline: false, fixedrange: true },
+      hoverlabel: {
+        bgcolor: colours.of("surface"),
+        bordercolor: colours.of("line"),
+        font: { family: colours.sans, color: colours.of("ink") },
+        align: "left",
+      },
+      showlegend: false,
+      hovermode: "closest",
+      dragmode: false,
+      shapes: ends,
+      annotations: notes,
+      xaxis: {
+        range: [-edge * 1.1, edge * 1.1],
+        tickvals: ticks.map(at),
+        ticktext: ticks.map(tick_name),
+        gridcolor: faded(colours.of("line"), 0.8),
+        zerolinecolor: colours.of("quiet"),
+        fixedrange: true,
+      },
+      yaxis: {
+        range: [trail.length - 0.4, -0.6],
+        tickvals: rows,
+        ticktext: trail.map((s) => short(s.module)),
+        tickfont: { color: colours.of("ink"), size: 12 },
+        showgrid: false,
+        zeroline: false,
+        fixedrange: true,
+      },
     };
     place.dataset.drawn = "yes";
-    Plotly.react(place, [bar, crosses], layout, { displayModeBar: false, responsive: false, showTips: false });
+    Plotly.react(place, [bars, crosses], layout, { displayModeBar: false, responsive: false, showTips: false });
   }
 
   function draw_open() {

@@ -1,0 +1,50 @@
+"""What a ``Guard`` looks like in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanguard.report.diagnosis import CAUSES
+from nanguard.report.html.markup import Child, tag
+from nanguard.report.notebook import QUIET, box, table
+from nanguard.report.panel import headline
+
+if TYPE_CHECKING:
+    from nanguard.diagnosis.record import Diagnosis
+    from nanguard.guard import Guard
+    from nanguard.records import Incident
+
+_MOST_INCIDENTS, _MOST_MODULES = 5, 8
+
+
+def guard_html(guard: Guard) -> str:
+    """Counts, precision and the last incidents."""
+    told = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in guard.counts.items())
+    rows: list[tuple[str, Child]] = [("steps", told), ("precision", guard.precision)]
+    kept, incidents = guard.kept_fp32, guard.incidents
+    if kept:
+        more = len(kept) - _MOST_MODULES
+        rows.append(("in fp32", ", ".join(kept[:_MOST_MODULES]) + (f" and {more:,} more" if more > 0 else "")))
+    rows.append(("host hears", "a little later, no sync" if guard.sync == "late" else "at once, one sync a step"))
+    rows.append(("incidents", _last(incidents) if incidents else "none"))
+    return box("Guard", table(rows))
+
+
+def _last(incidents: Sequence[Incident]) -> Child:
+    shown = [
+        tag(
+            "li",
+            f"step {incident.reading.step:,}: {headline(incident.outcome)}",
+            tag("div", _why(incident.diagnosis), style=QUIET) if incident.diagnosis is not None else None,
+        )
+        for incident in reversed(incidents[-_MOST_INCIDENTS:])
+    ]
+    earlier = len(incidents) - len(shown)
+    rest = tag("div", f"and {earlier:,} before", style=QUIET) if earlier else None
+    return [f"{len(incidents):,}, the last first", tag("ul", shown, style="margin:2px 0;padding-left:18px"), rest]
+
+
+def _why(diagnosis: Diagnosis) -> str:
+    where = diagnosis.module or (str(diagnosis.source) if diagnosis.source is not None else "")
+    return f"{CAUSES[diagnosis.cause]}{f' in {where}' if where else ''}"
