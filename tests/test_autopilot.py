@@ -478,6 +478,36 @@ def test_a_program_that_updates_its_tensors_itself(style: str, caplog: pytest.Lo
     assert {each.source.text for each in known if each.source} == {"loss = (torch.exp(w) * 2).sum()"}
 
 
+def test_modules_that_overflow_in_the_programs_autocast_are_kept_in_fp32() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.query(x) @ self.key(x).mT).softmax(-1)
+
+    with nanguard.install() as autopilot:
+        torch.manual_seed(0)
+        model = nn.Sequential(Scores(), nn.Linear(5, 1))
+        optimizer = SGD(model.parameters(), lr=1e-5)
+        losses = []
+        for number in range(12):
+            with torch.autocast("cpu", torch.float16):
+                out = model(torch.randn(2, 5, 6) * (2000 if number > 2 else 1))
+            loss = out.float().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert [incident.outcome.action.response for incident in autopilot.incidents] == [*["skip"] * 3, "raise_precision"]
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [3, 4, 5, 6]
+    first = autopilot.incidents[0].diagnosis
+    assert first is not None
+    assert first.cause == "overflow_fp16"
+    assert first.fix.worked is True
+
+
 # ---- what is found out -----------------------------------------------------------------------------------------------
 
 

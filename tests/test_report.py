@@ -240,6 +240,25 @@ def test_runs_without_much_to_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plotly")
+def test_optimizers_that_are_guarded_on_their_own_have_curves_of_their_own(tmp_path: Path) -> None:
+    lines = [
+        header(optimizer="D", groups=["critic"]),
+        {**header(optimizer="G", groups=["maker"]), "event": "optimizer"},
+    ]
+    for step in range(6):
+        lines += [step_line(step, optimizer="D", skipped=step == 2), step_line(step, optimizer="G", norms=[2.0])]
+    lines.append({**incident_line(1, outcome(2)), "optimizer": "D"})
+    ends = [{"event": "end", "time": 1009.0, "steps": 6, "counts": {"applied": 6}, "optimizer": name} for name in "DG"]
+    report = make_report([write_log(tmp_path, *lines, *ends)])
+    figures = report.stories[0].figures
+    assert (figures.steps, figures.applied, figures.skipped) == (12, 11, 1)
+    panels = json.loads(Outline(report.html).scripts[1])["runs"][0]["panels"]
+    assert [curve["label"] for curve in panels["norm"]] == ["D · critic", "G · maker"]
+    assert [unpacked(curve["y"])[3] for curve in panels["norm"]] == [pytest.approx(1 + 0.5 * math.cos(3)), 2.0]
+    assert "D (AdamW), G (AdamW)" in Outline(report.html).text
+
+
+@pytest.mark.usefixtures("no_plotly")
 def test_all_kinds_of_events_are_marked(tmp_path: Path) -> None:
     responses = ("skip", "lower_lr", "raise_precision", "roll_back", "warn", "halt", "back_off")
     incidents = [incident_line(place + 1, outcome(place, response=r)) for place, r in enumerate(responses)]

@@ -358,9 +358,25 @@ def test_without_scripts_all_but_the_charts_is_there(driver: Any, one: Path) -> 
         driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_it_prints_in_light_with_all_cards(driver: Any, one: Path) -> None:
+def test_it_prints_in_light_on_a_page_with_all_cards(driver: Any, one: Path) -> None:
     look_at(driver, one, theme="dark")
     until(driver, "return document.querySelector('#chart .main-svg') !== null")
+    driver.execute_script(
+        """
+        addEventListener('beforeprint', () => {
+          const {width, paper_bgcolor} = document.getElementById('chart').layout;
+          const open = [...document.querySelectorAll('.card')].every((card) => card.open);
+          window.printed = [width, paper_bgcolor, open, document.querySelectorAll('.trail .main-svg').length > 1];
+        });
+        """
+    )
     told = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert len(told["data"]) > 20_000
-    assert driver.execute_script("return document.getElementById('run0-incident5').open") is False, "as before"
+    width, ground, *rest = driver.execute_script("return window.printed")
+    assert 600 < width <= 680
+    assert ground == "rgb(255, 255, 255)"
+    assert rest == [True, True]
+    after = (
+        "return [document.getElementById('run0-incident5').open, document.getElementById('chart').layout.paper_bgcolor]"
+    )
+    assert driver.execute_script(after) == [False, "rgb(24, 28, 34)"], "as before"

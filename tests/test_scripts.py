@@ -1,7 +1,7 @@
 """``nanguard run`` on programs that nobody changed: ``scripts/`` has them as people write them, healthy and faulty.
 
-Each is run by plain Python and under nanguard, in a process of its own. What is wrong with a faulty one was written down here, and on the lines
-marked ``# guilty``, before nanguard was asked.
+Each is run by plain Python and under nanguard, in a process of its own. What is wrong with a faulty one was written
+down here, and on the lines marked ``# guilty``, before nanguard was asked.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(
     places = "|".join(re.escape(f"{case.file.name}:{line}") for line in case.lines)
     row = rf"^ +(born|first) in +\S.* ({'|'.join(case.ops)}), .*\b({places})\b"
     assert re.search(row, guarded.stderr, re.MULTILINE), guarded.stderr
-    assert re.search(r"not applied, weights .*finite", guarded.words[-1])
+    assert re.search(r"not applied, .*weights and optimizer state finite", guarded.words[-1])
     assert "Traceback" not in guarded.stderr
 
     run = nanguard.read_run(guarded.folder / "runs" / case.script.rpartition(".")[2])

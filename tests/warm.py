@@ -48,7 +48,7 @@ def become(job: dict[str, Any]) -> int:
 
 def main() -> None:
     import torch._dynamo  # what the first optimizer imports
-    import torch.utils.data
+    import torch.utils.data  # noqa: F401
 
     import nanguard.autopilot.entry
     import nanguard.cli  # noqa: F401

@@ -48,13 +48,13 @@ class Ranks:
         self.size = dist.get_world_size(group) if together else 1
         self.rank = dist.get_rank(group) if together else 0
         self.votes = _COLUMNS * self.size if together else 0
-        self._own = torch.zeros((), device=device)
+        self._own = torch.zeros((), dtype=torch.float32, device=device)
         self._shows_own = _LOSS if averaged else _GRADIENTS
         self._sees_own = together and isinstance(model, DistributedDataParallel) and self._watch_buckets(model)
 
     def vote(self, loss: Tensor, buffers: Tensor, gradients: Tensor) -> Tensor:
         """The table of all ranks, from vectors of this rank's measurements."""
-        votes = torch.zeros(self.votes, device=loss.device)
+        votes = torch.zeros(self.votes, dtype=torch.float32, device=loss.device)
         votes[_VALUE::_COLUMNS] = -math.inf
         row = votes[_COLUMNS * self.rank : _COLUMNS * (self.rank + 1)]
         for column, measured in ((_LOSS, loss), (_GRADIENTS, gradients), (_BUFFERS, buffers)):

@@ -26,6 +26,7 @@ class Call:
     """One call of the model, or of one ``module`` of several that train together.
 
     ``gradients`` are those of its outputs, None where there was none or it is too large. ``place`` is the line of it.
+    Where it ``gave_nonfinite`` values the gradients say nothing more, in other conditions either.
     """
 
     args: tuple[Any, ...]
@@ -36,6 +37,7 @@ class Call:
     misses_gradients: bool = False
     module: nn.Module | None = None
     place: Place | None = None
+    gave_nonfinite: bool = False
 
     @property
     def has_gradients(self) -> bool:
@@ -46,10 +48,11 @@ class Call:
         """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
         args, kwargs = _cut_off(self.args), _cut_off(self.kwargs)
         outputs = list(_outputs((self.module or model)(*args, **kwargs)))
-        forward_is_bad = any(not bool(torch.isfinite(output.detach()).all()) for output in outputs)
+        if any(not bool(torch.isfinite(output.detach()).all()) for output in outputs):
+            self.gave_nonfinite = True
         parts = []
         for place, output in enumerate(outputs):
-            gradient = self.gradients[place] if place < len(self.gradients) and not forward_is_bad else None
+            gradient = self.gradients[place] if place < len(self.gradients) and not self.gave_nonfinite else None
             wide = output if output.is_complex() else output.float()
             parts.append((wide * (1.0 if gradient is None else gradient.detach().to(wide.dtype))).sum())
         if not parts:

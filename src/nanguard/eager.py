@@ -22,7 +22,8 @@ class Eager:
 
     def __init__(self, bench: Bench, climber: Climber) -> None:
         self._bench, self._climber = bench, climber
-        self._good, self._bad = torch.zeros((), device=bench.device), torch.ones((), device=bench.device)
+        self._good = torch.zeros((), dtype=torch.float32, device=bench.device)
+        self._bad = torch.ones_like(self._good)
         self._unwatched: deque[tuple[Window, Reading]] = deque()
 
     def before(self) -> None:

@@ -38,7 +38,7 @@ class Late:
             self._averages.watch_all(bench.ema)
         self._mailbox = Mailbox(bench.device)
         self._in_flight: deque[Window] = deque()
-        self.latch = torch.zeros((), device=bench.device)
+        self.latch = torch.zeros((), dtype=torch.float32, device=bench.device)
 
     def before(self) -> None:
         """Hears of the steps that are due, before the next one begins."""

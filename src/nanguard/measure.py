@@ -111,7 +111,7 @@ class Board:
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._device = device
         self._ranks = ranks
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self.layout = NO_LAYOUT
         self._sheet = _Sheet(NO_LAYOUT.sizes, device)
 

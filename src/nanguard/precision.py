@@ -73,10 +73,9 @@ class Scaler:
 
     def __init__(self, options: LossScale, device: torch.device) -> None:
         self.options = options
-        self.floor = torch.tensor(
-            options.floor, device="cpu"
-        ).item()  # as the device has it, so that host and device agree
-        self.scale = torch.tensor(options.initial, device=device)
+        # As the device has it, so that host and device agree.
+        self.floor = torch.tensor(options.floor, dtype=torch.float32, device="cpu").item()
+        self.scale = torch.tensor(options.initial, dtype=torch.float32, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.errors import ProtocolError
 
-
 _GUARDED = "_nanguard_guard"
 """The mark of a guarded optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from nanguard.autopilot.pilot import Pilot
 
-log = logging.getLogger("nanguard")
-
 
 class Hand:
     """An optimizer that does nothing, for tensors that the program updates. ``expect`` says which they are now."""
 
     def __init__(self) -> None:
-        self.optimizer: Optimizer = _ByHand([torch.zeros((), requires_grad=True)])
+        self.optimizer: Optimizer = _ByHand([torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)])
         self.pilot: Pilot | None = None
 
     def expect(self, leaves: list[Tensor]) -> None:
@@ -40,6 +38,19 @@ class _ByHand(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """The program does it."""
+
+
+@contextlib.contextmanager
+def holding(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Tensors with these gradients, as if a backward pass had left them there."""
+    before = [(leaf, leaf.grad) for leaf, _ in pairs]
+    for leaf, grad in pairs:
+        leaf.grad = grad.detach()
+    try:
+        yield
+    finally:
+        for leaf, old in before:
+            leaf.grad = old
 
 
 def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:

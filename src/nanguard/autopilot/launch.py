@@ -118,6 +118,7 @@ def _main_facts(file: str, spec: Any, loader: Any) -> dict[str, Any]:
         "__loader__": loader,
         "__cached__": None,
         "__doc__": None,
+        "__annotations__": {},
     }
 
 

@@ -27,6 +27,7 @@ class Patches:
         self._classes: set[type[Optimizer]] = set()
         self._replace(Optimizer, "__init__", self._made)
         self._replace(torch.autograd, "backward", self._backward)
+        self._replace(torch.autograd, "grad", self._grad)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
 
@@ -79,7 +80,7 @@ class Patches:
         tower = self._tower
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or tower.is_idle:
+            if torch.compiler.is_compiling() or tower.is_idle or tower.is_nested:
                 original(tensors, *args, **kwargs)
                 return
             tower.backward(tensors)
@@ -88,6 +89,19 @@ class Patches:
             tower.after_backward(tensors)
 
         return backward
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tower = self._tower
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            grads = original(outputs, inputs, *args, **kwargs)
+            # With create_graph, the fourth argument after them, it is a part of a loss and not an update by it.
+            is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
+            if torch.compiler.is_compiling() or tower.is_idle or tower.is_nested or is_part:
+                return grads
+            return tower.by_hand(outputs, inputs, grads)
+
+        return grad
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: GradScaler, outputs: Any) -> Any:

@@ -38,6 +38,9 @@ log = logging.getLogger("nanguard")
 TRACED_STEPS = 300
 """After a bad step of which nothing is known so many are traced: in a small data set the same batch comes again."""
 
+_LARGEST_COPY = 256 << 20
+"""In bytes."""
+
 _ADVICE = "none yet: the next steps are traced, to find it when it comes again; --trace does so from the first on"
 
 
@@ -53,6 +56,16 @@ class Round:
     stepped: list[Pilot] = field(default_factory=list)
     refused: bool = False
     live: Any = None
+
+
+def _is_trusted(optimizer: Optimizer) -> bool:
+    """Whether finite gradients make a finite update: so do torch's own optimizers, unless they divide by zero.
+
+    Of all others each update is looked at, which takes a copy of what they train; not of more than a moderate model.
+    """
+    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
+    return size > _LARGEST_COPY or (is_torchs and all(group.get("eps", 1.0) != 0.0 for group in optimizer.param_groups))
 
 
 class Pilot:
@@ -109,6 +122,8 @@ class Pilot:
         self.clinic.live.patience = FOREVER if settings.trace else TRACED_STEPS
         if settings.trace:
             self.clinic.live.arm()
+        if not _is_trusted(optimizer):
+            self.bench.careful_until = FOREVER
         self.num_calls = 0
         self.grad_scaler: Any = None
 

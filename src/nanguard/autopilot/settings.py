@@ -8,17 +8,19 @@ from typing import Literal
 
 from nanguard.diagnosis.clinic import How
 from nanguard.incident.bundle import Capture
-from nanguard.ladder import Halt, Rollback, Skip
+from nanguard.ladder import Halt, RaisePrecision, Rollback, Skip
 from nanguard.policy import Policy
 
 
 def patient_policy() -> Policy:
     """Bad steps are skipped, however many there are: the program is not ours to stop. Damage is rolled back.
 
-    A finite loss that leaves its past is nobody's business here: a GAN's does so every day.
+    Where modules are known to be finite in fp32, and the program's autocast has them overflow again and again, they are
+    kept in fp32. A finite loss that leaves its past is nobody's business here: a GAN's does so every day.
     """
     undo = Rollback(when="damage", times=20, per=1000)
-    return Policy([undo, Skip(times=None), Halt()], divergence=None, max_norm=None)
+    raised = RaisePrecision("module", times=4, retry_after=5000)
+    return Policy([undo, Skip(times=3, per=100), raised, Skip(times=None), Halt()], divergence=None, max_norm=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

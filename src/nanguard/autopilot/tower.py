@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard import _compat
-from nanguard.autopilot.byhand import Hand, leaves_of
+from nanguard.autopilot.byhand import Hand, holding, leaves_of
 from nanguard.autopilot.listening import Switchboard
 from nanguard.autopilot.pilot import Pilot, Round
 from nanguard.autopilot.roster import Roster, pilot_of
@@ -49,7 +49,12 @@ class Tower:
     @property
     def is_idle(self) -> bool:
         """Whether what happens now is none of our business: our own work, a worker process, a graph being captured."""
-        return self._is_busy or self._is_closed or self._is_in_backward or _is_capturing()
+        return self._is_busy or self._is_closed or _is_capturing()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a backward pass is under way already: what checkpointing does inside it is no pass of the program."""
+        return self._is_in_backward
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer; it may not be quite finished yet."""
@@ -81,7 +86,7 @@ class Tower:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around the pass itself: what checkpointing differentiates inside it is no loss."""
+        """Around the pass itself."""
         self._is_in_backward = True
         try:
             yield
@@ -92,7 +97,9 @@ class Tower:
         """The gradients are there."""
         losses = _losses(tensors)
         if self._traced is not None and losses:
-            with self._busy():
+            with self._at_work("what was traced could not be looked at"):
+                if self._hand is not None and self._hand.pilot is not None:
+                    self._hand.pilot.look_again()
                 live = self._traced[0].clinic.live
                 self._round.live = live.after_backward(losses[-1]) or self._round.live
         if self._hand is not None and not self._seated and losses:
@@ -107,6 +114,25 @@ class Tower:
         with self._busy():
             pilot.use_scaler(scaler)
         return pilot.num_calls
+
+    def by_hand(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``torch.autograd.grad`` gives a program without an optimizer: zeros where it is not finite."""
+        self.take_in()
+        losses = _losses(outputs)
+        leaves = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+        pairs = list(zip(leaves, grads, strict=False))
+        if self._seated or self.roster.has_guard or not losses or not all(_is_trained(*pair) for pair in pairs):
+            return grads
+        with self._at_work("gradients could not be looked at"):
+            self._begin_round()
+            self._round.losses += [loss.detach().reshape(()) for loss in losses]
+            self._hand = self._hand or Hand()
+            self._hand.expect(leaves)
+            with holding(pairs):
+                self._step_by_hand(self._hand)
+            if self._round.refused:
+                return tuple(torch.zeros_like(grad) for grad in grads)
+        return grads
 
     def step(self, optimizer: Optimizer, call: Step | None) -> Any:
         """The program calls ``step()``; with None its GradScaler has left the step out."""
@@ -151,11 +177,10 @@ class Tower:
             result = None
         else:
             result = pilot.step(call, this)
-        for other in self.pilots:
-            if other is not pilot and this.refused:
-                other.put_back()
-            elif other is not pilot:
-                other.note_again()
+        if this.refused:
+            for other in self.pilots:
+                if other is not pilot:
+                    other.put_back()
         if not this.calls:
             self._switchboard.listen_closer()
         if len(self.pilots) == 1:
@@ -180,6 +205,11 @@ class Tower:
             together = {id(pilot) for pilot in self._round.stepped}
             self._companions.update((key, together) for key in together)
             self._round = Round()
+            pilots = self.pilots
+            if len(pilots) > 1:  # what each has noted before others stepped is no longer what a step begins with
+                with self._busy():
+                    for pilot in pilots:
+                        pilot.note_again()
 
     def _has_bad_companion(self, pilot: Pilot) -> bool:
         """Whether one that steps right after this one will be refused: an update by halves is worse than none."""
@@ -216,7 +246,7 @@ class Tower:
     # ---- what is noted -------------------------------------------------------------------------------------------
 
     def _open_calls(self) -> list[Call] | None:
-        if self.is_idle or not torch.is_grad_enabled():
+        if self.is_idle or self.is_nested or not torch.is_grad_enabled():
             return None
         self._begin_round()
         return self._round.calls
@@ -305,6 +335,10 @@ def _losses(tensors: Any) -> list[Tensor]:
     """Of what is differentiated, the numbers."""
     several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
+
+
+def _is_trained(leaf: Any, grad: Any) -> bool:
+    return isinstance(leaf, Tensor) and isinstance(grad, Tensor) and leaf.is_leaf and leaf.requires_grad
 
 
 def _is_capturing() -> bool:

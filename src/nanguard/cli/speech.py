@@ -38,6 +38,9 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            message += f" ({type(error).__name__}: {error})"
         whose = "" if message.startswith(" nanguard ") else "nanguard: "
         for number, line in enumerate((whose + message).splitlines()):
             text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)

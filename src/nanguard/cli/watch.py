@@ -38,13 +38,14 @@ def watch(
         typer.Option(min=0.05, max=3600, metavar="SECONDS", help="Between two views: 1, in a pipe 10, if not told."),
     ] = None,
 ) -> None:
-    """Show how a run is doing while it trains: its step and rate, loss, norms, and incidents as they come.
+    """Show how a run is doing: step and rate, loss and norms, incidents as they come.
 
-    Waits for a run that has not begun, and ends with the run. In a pipe it prints a line for each incident and one now
-    and then about the rest.
+    Waits for a run that has not begun, and ends with the run. In a pipe it
+    prints a line for each incident, and one now and then about the rest.
 
-    Ends with status 0 if the run has ended, 1 if it halted or its process is gone, 2 if the log cannot be read, and 130
-    after Ctrl-C. With --once or --json the status is the same, and 0 for a run that is still under way.
+    Ends with status 0 if the run has ended, 1 if it halted or its process is
+    gone, 2 if the log cannot be read, 130 after Ctrl-C. With --once or --json
+    the status is the same, and 0 for a run that is still under way.
     """
     from rich.console import Console
 

@@ -48,6 +48,7 @@ class Clinic:
         self.advice = ""
         """What to do to have more found out, where the step cannot be handed over."""
         self._seen: Counter[Kind] = Counter()
+        self._modules: dict[Kind, tuple[str, ...]] = {}
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
@@ -74,8 +75,16 @@ class Clinic:
                 self.interrupt = interrupt
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
+            diagnosis = self._with_known_modules(diagnosis)
             self._remember(diagnosis)
         return diagnosis
+
+    def _with_known_modules(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Those that helped when a step of this kind was examined fully, where this one was not."""
+        known = self._modules.get(_kind(diagnosis), ())
+        if diagnosis.modules_to_keep or diagnosis.depth == "full" or not known:
+            return diagnosis
+        return replace(diagnosis, modules_to_keep=known)
 
     def _takes_for_the_same(self) -> bool:
         self._num_taken = self._num_taken + 1 if self._in_a_row >= _MOST_REPEATS else 0
@@ -135,6 +144,8 @@ class Clinic:
         ]
         if not micros:
             return None
+        if reading.damaged:  # the captured gradients are those of the damage: with older weights they would mislead
+            past = replace(past, older_weights=None)
         again = replace(window, rerunnable=True, divisor=1, microbatches=micros)
         scaler, self._bench.scaler = self._bench.scaler, None  # the captured gradients are scaled already
         try:
@@ -162,6 +173,8 @@ class Clinic:
         same = self._last is not None and _kind(self._last) == kind
         self._in_a_row = self._in_a_row + 1 if same else 1
         self._seen[kind] += 1
+        if diagnosis.modules_to_keep:
+            self._modules[kind] = diagnosis.modules_to_keep
         self._last = diagnosis
 
 

@@ -15,7 +15,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """1.0 where any element of any tensor is NaN or Inf, else 0.0; 0-dim float32 on ``device``. Does not sync."""
-    flag = torch.zeros((), device=device)
+    flag = torch.zeros((), dtype=torch.float32, device=device)
     norms = [norm.to(device) for norm in tensor_norms(tensors)]
     if norms:
         raise_flag_(flag, torch.stack(norms))

@@ -122,7 +122,7 @@ class Climber:
         diagnosis = self.casebook.examine(window, reading)
         if is_damaged:
             self._bench.be_careful()
-        verdict = judge(reading, damaged=is_damaged, means=self._means(window))
+        verdict = judge(reading, damaged=is_damaged, means=self._means(window, diagnosis))
         kept = self.casebook.gather(window, reading, diagnosis)
         answer = replace(self._climb(window, verdict, diagnosis), diagnosis=diagnosis)
         answer = replace(answer, bundle=self.casebook.write(answer.outcome(applied=False), kept))
@@ -230,10 +230,12 @@ class Climber:
             attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
             action = policy.decide([*history, *attempts], verdict)
 
-    def _means(self, window: Window) -> Means:
+    def _means(self, window: Window, diagnosis: Diagnosis | None = None) -> Means:
+        runs_low = self.measures.can_raise_precision or any(call.autocast[0] for call in window.calls)
+        names_modules = diagnosis is not None and bool(diagnosis.modules_to_keep)
         return Means(
-            lower_precision=self.measures.can_raise_precision and not self._bench.is_captured,
-            can_run_again=window.rerunnable and bool(window.microbatches),
+            lower_precision=runs_low and not self._bench.is_captured,
+            can_run_again=(window.rerunnable and bool(window.microbatches)) or names_modules,
             snapshots=() if self.keeper is None else self.keeper.steps,
         )
 
@@ -304,13 +306,13 @@ class Climber:
     def _raise_precision(
         self, window: Window, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None
     ) -> str | None:
-        if not self.measures.can_raise_precision:
+        known = () if diagnosis is None else diagnosis.modules_to_keep
+        if not self.measures.can_raise_precision and not known:
             return "everything runs in fp32 already"
         if rung.scope == "model":
             if rung.verify and window.rerunnable and not self._helps_in_fp32(window):
                 return None
             return self.measures.leave_autocast(step, rung.retry_after)
-        known = () if diagnosis is None else diagnosis.modules_to_keep
         names = known or self._modules_that_help(window, verify=rung.verify)
         return self.measures.keep_modules(names, step, rung.retry_after) if names else None
 

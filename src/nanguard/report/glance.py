@@ -109,7 +109,7 @@ def did_in_words(incident: IncidentRecord) -> str:
 
 
 def why_in_words(incident: IncidentRecord) -> str:
-    """Cause, module, op and line; what was found where it was not examined."""
+    """Cause, line, op and module; what was found where it was not examined."""
     diagnosis, verdict = incident.diagnosis, incident.outcome.verdict
     if diagnosis is None:
         if verdict.kind == "divergence":
@@ -117,10 +117,10 @@ def why_in_words(incident: IncidentRecord) -> str:
         if verdict.kind == "damage":
             return printable(f"non-finite before the step: {', '.join(verdict.reading.damaged[:3])}")
         return f"non-finite {' and '.join(verdict.reading.found) or 'step'}"
-    where = f" in {diagnosis.module}" if diagnosis.module else ""
-    what = f" ({diagnosis.op})" if diagnosis.op else ""
-    line = f", {diagnosis.source}" if diagnosis.source is not None else ""
-    return printable(f"{CAUSES[diagnosis.cause]}{where}{what}{line}")
+    sure = "" if diagnosis.is_line_traced else "probably "
+    line = "" if diagnosis.source is None else f"{sure}{diagnosis.source}"
+    what = " in ".join(filter(None, [diagnosis.op, diagnosis.module]))
+    return printable(", ".join(filter(None, [CAUSES[diagnosis.cause], line, what])))
 
 
 def alert_in_words(event: Event) -> str:

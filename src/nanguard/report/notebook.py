@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 QUIET = "opacity:.8"
 _BOX = "border:1px solid rgba(128,128,128,.45);border-radius:8px;padding:10px 14px;max-width:900px;line-height:1.5"
 _HEAD = "font-weight:600;margin-bottom:4px"
-_CELL = "text-align:left;vertical-align:top;padding:1px 0;border:0;white-space:normal;overflow-wrap:anywhere"
+_CELL = "text-align:left;vertical-align:top;padding:1px 0;border:0;white-space:pre-wrap;overflow-wrap:anywhere"
 _NAME = f"text-align:left;vertical-align:top;padding:1px 14px 1px 0;border:0;font-weight:400;white-space:nowrap;{QUIET}"
+_TABLE = "border-collapse:collapse;border:0;margin:0;color:inherit;font-size:inherit"
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.92em"
 
 
@@ -41,4 +42,4 @@ def table(told: Iterable[tuple[str, Child]]) -> Markup:
         tag("tr", tag("th", name, scope="row", style=_NAME), tag("td", text, style=_CELL), style="background:none")
         for name, text in told
     ]
-    return tag("table", tag("tbody", body), style="border-collapse:collapse;border:0;margin:0")
+    return tag("table", tag("tbody", body), style=_TABLE)

@@ -100,6 +100,8 @@ def _numbers(run: Run, width: int, ascii_only: bool) -> Iterator[Line]:
     for name in names[:_MOST_OPTIMIZERS]:
         steps = glance.steps_of(run, name)
         yield _progress(run, steps, name)
+        yield _curve("loss", [(r.step, r.loss) for r in steps], room, ascii_only, "cyan")
+        yield from _marks(run, steps, room, ascii_only)
         yield from _curves(steps, room, ascii_only)
     if len(names) > _MOST_OPTIMIZERS:
         yield [(f" and {len(names) - _MOST_OPTIMIZERS} more optimizers", "dim")]
@@ -115,10 +117,6 @@ def _progress(run: Run, steps: Sequence[StepRecord], name: str) -> Line:
 
 def _curves(steps: Sequence[StepRecord], room: int, ascii_only: bool) -> Iterator[Line]:
     last = steps[-1]
-    yield _curve("loss", [(r.step, r.loss) for r in steps], room, ascii_only, "cyan")
-    marks = _marks(steps, room, ascii_only)
-    if marks.strip():
-        yield [(f" {'skipped':<{_LABEL}}", "dim"), (" " * (_VALUE + 2), ""), (marks, "red")]
     for number in range(min(len(last.norms), _MOST_GROUPS)):
         label = "norm" if len(last.norms) == 1 else f"norm {number}"
         points = [(r.step, r.norms[number]) for r in steps if number < len(r.norms)]
@@ -152,10 +150,13 @@ def _curve(
     ]
 
 
-def _marks(steps: Sequence[StepRecord], room: int, ascii_only: bool) -> str:
-    """Under the loss: a mark where a step was skipped."""
-    found = columns([(r.step, float(r.skipped)) for r in steps], room)
-    return "".join(("x" if ascii_only else _MARK) if any(each) else " " for each in found)
+def _marks(run: Run, steps: Sequence[StepRecord], room: int, ascii_only: bool) -> Iterator[Line]:
+    """Under the loss: a mark where a step was skipped, unless by a routine back-off of the loss scale."""
+    routine = {event.step for event in run.events if event.event == "overflow"}
+    found = columns([(r.step, float(r.skipped and r.step not in routine)) for r in steps], room)
+    marks = "".join(("x" if ascii_only else _MARK) if any(each) else " " for each in found)
+    if marks.strip():
+        yield [(f" {'skipped':<{_LABEL}}", "dim"), (" " * (_VALUE + 2), ""), (marks, "red")]
 
 
 def _counts(run: Run) -> Line:

@@ -113,7 +113,8 @@ def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child
 
 def _rows(record: IncidentRecord, *, every: bool = False) -> Markup:
     told = [(name, text) for name, text in rows(record.outcome) if every or name not in _FROM_DIAGNOSIS]
-    return _definitions(told)
+    whose = [("optimizer", record.optimizer)] if record.optimizer else []
+    return _definitions([*whose, *told])
 
 
 def _source(diagnosis: Diagnosis) -> Iterator[Child]:
@@ -154,7 +155,7 @@ def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
     bad = [s.module or "(top level)" for s in trail if not s.is_finite]
     words = f"The largest finite value is {number(largest)}."
     if bad:
-        words += f" Non-finite first in {bad[0]}."
+        words += f" A cross marks where values are non-finite too, {bad[0]} first."
     yield tag("p", "The extremes inside each module, in the order of the forward pass. ", words, class_="quiet")
     yield tag("div", class_="trail", data_trail=card_id, role="img", aria_label=f"Chart of the table below. {words}")
     head = tag("tr", (tag("th", name, scope="col") for name in ("module", "smallest", "largest", "format", "op", "")))

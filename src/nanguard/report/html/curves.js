@@ -28,7 +28,7 @@ const curves = (() => {
     const steps = run.steps.map(unpacked);
     const panels = {};
     for (const { name } of PANELS) {
-      panels[name] = run.panels[name].map((curve) => ({ label: curve.label, x: steps[curve.steps], y: unpacked(curve.y) }));
+      panels[name] = run.panels[name].map(({ label, steps: owner, y }) => ({ label, owner, x: steps[owner], y: unpacked(y) }));
     }
     return { label: run.label, number, panels, marks: run.marks };
   });

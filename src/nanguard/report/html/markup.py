@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nanguard.printable import printable
+
 _VOID = frozenset({"input", "meta", "br", "hr", "path"})
 
 
@@ -47,16 +49,10 @@ def joined(children: Iterable[Any]) -> Markup:
 
 
 def escaped(value: str | int) -> str:
-    return html.escape(printable(str(value)), quote=True)
-
-
-def printable(text: str) -> str:
-    """With all that is not seen, or turns what is seen around, spelled out; the ends of lines stay."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+    """As HTML shows it letter by letter; what is not seen, or turns what is seen around, is spelled out."""
+    text = str(value)
+    shown = text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+    return html.escape(shown, quote=True)
 
 
 def embedded(data: Mapping[str, Any]) -> Markup:

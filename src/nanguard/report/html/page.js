@@ -188,13 +188,16 @@
 
   // ---- printing ------------------------------------------------------------------------------------------------
 
+  // Charts are drawn for paper before it is laid out: in light, and as wide as a page.
   let opened = [];
   addEventListener("beforeprint", () => {
+    root.classList.add("printing");
     opened = cards.filter((card) => !card.open);
     opened.forEach((card) => (card.open = true));
     redraw();
   });
   addEventListener("afterprint", () => {
+    root.classList.remove("printing");
     opened.forEach((card) => (card.open = false));
     redraw();
   });

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanguard.report.diagnosis import CAUSES
 from nanguard.report.html.markup import Child, tag
+from nanguard.report.panel import headline
 from nanguard.runlog import plain
 
 if TYPE_CHECKING:
@@ -18,11 +19,6 @@ Span = tuple[str, str]
 """An element, empty for none, and the words in it."""
 
 _MOST_OTHERS = 3
-_UNEXPLAINED = {
-    "damage": "a damaged state",
-    "divergence": "a diverged loss",
-    "nonfinite": "a non-finite step that was not examined",
-}
 
 
 def summary(story: Story) -> list[Child]:
@@ -68,10 +64,13 @@ def rate(figures: Figures) -> str:
 
 def fault_in_words(fault: Fault) -> str:
     """``overflow of fp16``: what it was."""
-    diagnosis, verdict = fault.first.outcome.diagnosis, fault.first.outcome.verdict
+    diagnosis = fault.first.outcome.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
         return CAUSES[diagnosis.cause]
-    return _UNEXPLAINED.get(verdict.kind, "trouble") if diagnosis is None else "trouble of an unknown cause"
+    noun = f"a {headline(fault.first.outcome).partition(':')[0]}"
+    if diagnosis is not None:
+        return f"{noun} of unknown cause"
+    return noun if fault.first.outcome.verdict.kind in ("damage", "divergence") else f"{noun} that was not examined"
 
 
 def place_in_words(fault: Fault) -> str:

@@ -28,21 +28,33 @@ def curves_of(run: Run) -> dict[str, Any]:
     for owner in owners:
         records = [record for record in run.steps if record.optimizer == owner]
         prefix = f"{owner} · " if len(owners) > 1 else ""
-        for panel, label, values in _columns(run, records):
+        for panel, label, values in _columns(records, _names(run, owner)):
             if any(map(math.isfinite, values)):
                 panels[panel].append({"label": f"{prefix}{label}", "steps": len(steps), "y": packed(values)})
         steps.append(packed([float(record.step) for record in records]))
     return {"steps": steps, "panels": panels}
 
 
-def _columns(run: Run, records: Sequence[StepRecord]) -> Iterator[tuple[str, str, list[float]]]:
-    """Panel, label and values of each curve of one optimizer."""
+def _columns(records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[tuple[str, str, list[float]]]:
+    """Panel, label and values of each curve of one optimizer, whose parameter groups have these names."""
     yield "loss", "loss", [record.loss for record in records]
     for panel, rows in (("norm", [r.norms for r in records]), ("lr", [r.lrs for r in records])):
         number = max(map(len, rows), default=0)
         for place in range(min(number, _MOST_CURVES)):
-            yield panel, _group_name(run, place, number), [r[place] if place < len(r) else math.nan for r in rows]
+            unnamed = "all parameters" if number == 1 else f"group {place}"
+            label = names[place] if len(names) >= number else unnamed
+            yield panel, label, [r[place] if place < len(r) else math.nan for r in rows]
     yield "scale", "loss scale", [math.nan if record.scale is None else record.scale for record in records]
+
+
+def _names(run: Run, owner: str) -> list[str]:
+    """What the header of this optimizer calls its parameter groups."""
+    more = [event.fields for event in run.events if event.event == "optimizer"]
+    for header in reversed([*run.headers, *more]):
+        names = header.get("groups")
+        if header.get("optimizer", "") == owner and isinstance(names, (list, tuple)):
+            return [name if isinstance(name, str) and name else f"group {i}" for i, name in enumerate(names)]
+    return []
 
 
 def packed(values: Sequence[float]) -> dict[str, Any]:
@@ -69,10 +81,3 @@ def _is_even(values: Sequence[float]) -> bool:
 def _clipped(value: float) -> float:
     """As ``array`` takes it: doubles beyond 32 bits raise there on some systems."""
     return math.copysign(math.inf, value) if abs(value) > 3.5e38 else value
-
-
-def _group_name(run: Run, place: int, number: int) -> str:
-    names = run.header.get("groups")
-    if isinstance(names, (list, tuple)) and len(names) >= number and isinstance(names[place], str) and names[place]:
-        return str(names[place])
-    return "all parameters" if number == 1 else f"group {place}"

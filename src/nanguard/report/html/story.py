@@ -95,6 +95,8 @@ def stories_of(runs: Sequence[Run]) -> list[Story]:
 def _story(run: Run, number: int, label: str) -> Story:
     dropped, others, troubles = [], [], list(run.troubles)
     for event in run.events:
+        if event.event == "optimizer":  # the header of one more guard that writes to this log
+            continue
         if event.event != "drop":
             others.append(event)
         elif (record := _incident_of(event)) is not None:
@@ -164,7 +166,9 @@ def kept_in(log: Path, told: str) -> Path | None:
 
 def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
     counts = _counts(run, incidents)
-    steps = _whole((run.end or {}).get("steps")) or max((record.step + 1 for record in run.steps), default=0)
+    made = {record.optimizer: record.step + 1 for record in run.steps}
+    told = _whole((run.end or {}).get("steps")) if len(made) <= 1 else None
+    steps = sum(made.values()) if told is None else told
     losses = [record.loss for record in run.steps if math.isfinite(record.loss)]
     times = [
         *(record.time for record in run.steps),
@@ -192,9 +196,10 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
 
 
 def _counts(run: Run, incidents: Sequence[IncidentRecord]) -> dict[str, int]:
-    """What the end of the log says; where it has none, what can be counted in it."""
+    """What the end of the log says; where it has none, or only that of one of several optimizers, what is in it."""
+    made = {record.optimizer: record.step + 1 for record in run.steps}
     told = (run.end or {}).get("counts")
-    if isinstance(told, Mapping):
+    if isinstance(told, Mapping) and len(made) <= 1:
         return {str(name): number for name, value in told.items() if (number := _whole(value)) is not None}
     backed_off = sum(event.event == "overflow" for event in run.events)
     by_hand = sum(event.event == "roll_back" for event in run.events)
@@ -207,7 +212,7 @@ def _counts(run: Run, incidents: Sequence[IncidentRecord]) -> dict[str, int]:
         "backed_off": backed_off,
         "lost": lost,
         "rolled_back": by_hand + sum(record.outcome.action.response == "roll_back" for record in incidents),
-        "applied": max((record.step + 1 for record in run.steps), default=0) - skipped - backed_off - lost,
+        "applied": max(0, sum(made.values()) - skipped - backed_off - lost),
     }
 
 

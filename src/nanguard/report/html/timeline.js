@@ -18,9 +18,14 @@ const timeline = (() => {
   let range = [0, 1];
 
   // One run: a colour for each parameter group. Several: a colour for each run, and a dash for each group.
+  // What is of no group, the loss, goes with the first group of its optimizer.
   const place_of = (label) => Math.max(0, groups.indexOf(label));
+  const group_of = (run, curve) => {
+    if (groups.includes(curve.label)) return curve.label;
+    return [...run.panels.norm, ...run.panels.lr].find((other) => other.owner === curve.owner)?.label;
+  };
   const dash_of = (label) => DASHES[is_one ? 0 : place_of(label) % DASHES.length];
-  const line_colour = (run, label) => `run-${(is_one ? place_of(label) : run.number) % 8}`;
+  const line_colour = (run, curve) => `run-${(is_one ? place_of(group_of(run, curve)) : run.number) % 8}`;
   const mark_colour = (run, kind) => (is_one ? `kind-${kind}` : `run-${run.number % 8}`);
   // Marks of several runs lie side by side in their lane.
   const shift_of = (run) => (is_one ? 0 : (run.number / (runs.length - 1) - 0.5) * 0.6);
@@ -63,7 +68,7 @@ const timeline = (() => {
     for (const run of shown_runs()) {
       for (const curve of shown_curves(run, panel)) {
         const points = seen(curve, range, width);
-        const colour = colours.of(line_colour(run, curve.label));
+        const colour = colours.of(line_colour(run, curve));
         const shared = { type: "scatter", yaxis: axis, hoverinfo: "skip", showlegend: false, name: plain(run.label) };
         const shape = panel.name === "scale" ? "hv" : "linear";
         if (points.band) {
@@ -75,7 +80,7 @@ const timeline = (() => {
           x: points.x,
           y: points.y,
           mode: !points.band && points.x.length < width / 10 ? "lines+markers" : "lines",
-          line: { color: colour, width: 1.6, dash: dash_of(curve.label), shape },
+          line: { color: colour, width: 1.6, dash: dash_of(group_of(run, curve)), shape },
           marker: { size: 4 },
           meta: "line",
         });
@@ -269,9 +274,9 @@ const timeline = (() => {
           const at = nearest(curve.x, step);
           if (Math.abs(curve.x[at] - step) > reach) continue;
           const value = curve.y[at];
-          const told = Number.isFinite(value) ? String(Number(value.toPrecision(7))) : Number.isNaN(value) ? "NaN" : String(value);
+          const told = Number.isFinite(value) ? String(Number(value.toPrecision(7))) : String(value);
           const name = [is_one ? "" : run.label, panel.title, run.panels[panel.name].length > 1 ? curve.label : ""];
-          yield [line_colour(run, curve.label), name.filter(Boolean).join(" · "), told];
+          yield [line_colour(run, curve), name.filter(Boolean).join(" · "), told];
         }
       }
     }

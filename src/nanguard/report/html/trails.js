@@ -20,7 +20,8 @@ const trails = (() => {
 
   function in_words(stretch) {
     const what = wrapped(`${stretch.module} (${stretch.kind}), ${stretch.op}, ${stretch.format}`);
-    const span = stretch.low === null ? "no finite value" : `${stretch.low.toPrecision(4)} to ${stretch.high.toPrecision(4)}`;
+    const { low, high } = stretch;
+    const span = low === null ? "no finite value" : `${low.toPrecision(4)} to ${high.toPrecision(4)}`;
     return `${what}<br>${span}${stretch.finite ? "" : "<br>non-finite values too"}`;
   }
 
@@ -91,19 +92,15 @@ const trails = (() => {
         line: { color: colours.of("ink"), width: 1.5, dash: "dot" },
       }))
     );
-    const note = { showarrow: false, xanchor: "right" };
     const notes = limited.slice(0, 1).map(([s]) => ({
-      ...note,
+      showarrow: false,
       x: at(s.limit),
+      xanchor: "right",
       y: -0.6,
       yanchor: "bottom",
       text: `${plain(s.format)} ends at ${s.limit < 1e9 ? grouped(s.limit) : s.limit.toPrecision(3)}`,
       font: { size: 11, color: colours.of("ink") },
     }));
-    if (bad.length) {
-      const below = { x: edge * 1.05, y: trail.length - 0.5, yanchor: "top", xshift: 6 };
-      notes.push({ ...note, ...below, text: "non-finite", font: { size: 11, color: colours.of("bad") } });
-    }
     const layout = {
       width: place.clientWidth,
       height: ROW * trail.length + 68,

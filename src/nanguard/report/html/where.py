@@ -57,6 +57,12 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
     for key, name in _NAMES.items():
         if header.get(key) not in (None, "", []):
             yield name, _value(header[key])
+    further = [event.fields for event in story.run.events if event.event == "optimizer"]
+    if further:
+        each = [
+            f"{_value(told.get('optimizer', ''))} ({_value(told.get('optimizers', ''))})" for told in (header, *further)
+        ]
+        yield "guarded on their own", ", ".join(each[:40])
     if len(story.run.headers) > 1:
         yield "processes", f"{counted(len(story.run.headers), 'time')} started"
     policy = header.get("policy")
