@@ -448,12 +448,16 @@ def test_clipping_can_be_asked_for(fused: bool, scaled: bool) -> None:
 # ---- programs without an optimizer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("style", ["in place", "data", "new tensors"])
+@pytest.mark.parametrize("style", ["in place", "data", "new tensors", "autograd.grad"])
 def test_a_program_that_updates_its_tensors_itself(style: str, caplog: pytest.LogCaptureFixture) -> None:
     def train(lr: float) -> Tensor:
         w = torch.tensor([0.5, 0.25], requires_grad=True)
         for _ in range(8):
             loss = (torch.exp(w) * 2).sum()
+            if style == "autograd.grad":
+                (grad,) = torch.autograd.grad(loss, [w])
+                w = (w - lr * grad).detach().requires_grad_()
+                continue
             loss.backward()
             if style == "in place":
                 with torch.no_grad():
@@ -620,21 +624,83 @@ def test_by_default_it_never_halts_for_bad_steps() -> None:
     assert autopilot.counts["skipped"] == 35
 
 
-def test_damage_by_an_update_is_rolled_back() -> None:
-    """Finite gradients, and an optimizer that makes NaN of them: seen a step later, when the weights are gone."""
-
-    class Broken(SGD):
-        def step(self, closure: Any = None) -> Any:
-            with torch.no_grad():
-                if self.param_groups[0].setdefault("calls", 0) in (55, 60):
-                    self.param_groups[0]["params"][0].mul_(NAN)
-                self.param_groups[0]["calls"] += 1
-            return super().step(closure)
-
+def test_damage_is_rolled_back() -> None:
+    """The program itself writes NaN to a weight between two steps."""
     with nanguard.install() as autopilot:
-        state = program(lambda params: Broken(params, lr=0.01), make_batches(70))
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = AdamW(model.parameters())
+        for number, (x, y) in enumerate(make_batches(70)):
+            if number == 60:
+                model.inp.weight.data[0, 0] = NAN
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    state = everything(model, [optimizer])
     assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
-    assert autopilot.counts["rolled_back"] >= 1
+    assert autopilot.counts["rolled_back"] == 1
+
+
+class Broken(SGD):
+    """Makes NaN of finite gradients, in its last call."""
+
+    def step(self, closure: Any = None) -> Any:
+        calls = self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
+        with torch.no_grad():
+            if calls == 5:
+                self.param_groups[0]["params"][0].mul_(NAN)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_is_not_torchs_is_looked_at_from_the_first_update_on() -> None:
+    with nanguard.install() as autopilot:
+        state = program(lambda params: Broken(params, lr=0.01), make_batches(5))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    (incident,) = autopilot.incidents
+    assert incident.reading.found == ("update",)
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.source is not None
+    assert incident.diagnosis.source.text == 'self.param_groups[0]["params"][0].mul_(NAN)'
+
+
+def test_optimizers_that_step_inside_backward() -> None:
+    """One for each parameter, to have no gradients of the whole model at once."""
+
+    def train(batches: Batches) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizers = {p: AdamW([p], lr=0.01) for p in model.parameters()}
+
+        def update(p: Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+        for handle in handles:
+            handle.remove()
+        return everything(model, optimizers.values())
+
+    plain = train(make_batches(5))
+    with nanguard.install() as autopilot:
+        assert differences(plain, train(make_batches(5))) == []
+        state = train(poisoned(make_batches(5), 2))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    assert autopilot.incidents
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with nanguard.install() as autopilot:
+            states, _ = gan([(x.to(dtype), y) for x, y in make_batches(3)], bad="D")
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.isfinite(value).all() for value in states.values() if isinstance(value, Tensor))
+    assert len(autopilot.incidents) == 1
 
 
 def test_a_fault_of_our_own_is_said_and_stops_nothing(

@@ -11,6 +11,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,10 +76,12 @@ HEALTHY = [
     Healthy("amp_routine"),
     Healthy("careful", status=1),
     Healthy("compiled", marks=(needs_compiler,)),
+    Healthy("ensemble"),
     Healthy("fine_tune"),
     Healthy("gan"),
     Healthy("language_model", ("--lr", "0.01", OUT)),
     Healthy("lbfgs_fit", notes="LBFGS"),
+    Healthy("memory_saver"),
     Healthy("meta_learning"),
     Healthy("mlp"),
     Healthy("polynomial"),
@@ -91,6 +94,7 @@ FAULTY = [
     Faulty("amp_records", {"addmm", "linear", "_to_copy"}, {"input_nonfinite"}, phases={"data"}),
     Faulty("attention", {"softmax", "_softmax"}, {"masked_softmax_all_neg_inf"}),
     Faulty("cnn", {"div"}, {"zero_over_zero"}),
+    Faulty("functional", {"log"}, {"log_of_zero"}),
     Faulty("gan", {"log"}, {"log_of_zero"}, ("--radius", "20", "--g-lr", "0.05", "--steps", "40", OUT)),
     Faulty("half_precision", {"addmm", "linear"}, {"overflow_fp16"}),
     Faulty("house_prices", {"pow", "mean"}, {"gradient_explosion", "overflow_any_precision"}),
@@ -99,6 +103,7 @@ FAULTY = [
     Faulty("listings", {"log"}, {"log_of_zero"}, ("--out", OUT)),
     Faulty("logistic_regression", {"log"}, {"log_of_zero"}),
     Faulty("lstm_forecast", {"div", "lstm", "mkldnn_rnn_layer"}, {"input_nonfinite"}, ("--out", OUT), {"data"}),
+    Faulty("memory_saver", {"sqrt"}, {"sqrt_grad_at_zero"}, ("--doubles", OUT), {"backward"}),
     Faulty(
         "own_optimizer",
         {"div", "RMSPropFromSlide"},
@@ -168,8 +173,9 @@ class Warm:
     def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__).parent / "warm.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
 
     def run(self, arguments: list[str], folder: Path) -> int:
@@ -180,10 +186,12 @@ class Warm:
         print(json.dumps(job), file=self.process.stdin, flush=True)
         there, _, _ = select.select([self.process.stdout], [], [], 300)
         assert there, f"still running after 300 s: {arguments}"
-        return int(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        assert answer, f"ended before its programs did: {self.process.args}"
+        return int(answer)
 
     def close(self) -> None:
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)  # with a program that may hang
         self.process.communicate(timeout=300)
 
 
@@ -197,13 +205,14 @@ def warm() -> Iterator[Warm]:
 def both_ways(case: Healthy | Faulty, tmp_path: Path, warm: Warm) -> tuple[Ran, Ran]:
     """The program by plain Python and under nanguard."""
     plain, guarded = (
-        Ran(folder := tmp_path / name, run(case, folder, arguments, warm))
+        Ran(folder := tmp_path / name, status_of(case, folder, arguments, warm))
         for name, arguments in (("plain", []), ("guarded", ["-m", "nanguard", "run"]))
     )
     return plain, guarded
 
 
-def run(case: Healthy | Faulty, folder: Path, arguments: list[str], warm: Warm) -> int:
+def status_of(case: Healthy | Faulty, folder: Path, arguments: list[str], warm: Warm) -> int:
+    """Runs the program with ``folder`` as the current one."""
     folder.mkdir()
     package = case.script.partition(".")[0]
     if package != case.script:
@@ -223,16 +232,17 @@ def run(case: Healthy | Faulty, folder: Path, arguments: list[str], warm: Warm) 
         ).returncode
 
 
-def cases(all_of_them: list[Any]) -> pytest.MarkDecorator:
+def each_of(programs: list[Any]) -> pytest.MarkDecorator:
     params = []
-    for case in all_of_them:
-        wrong = KNOWN.get(str(case), [])
-        marks = [*getattr(case, "marks", ()), *(pytest.mark.xfail(reason=why, strict=True) for why in wrong[:1])]
+    for case in programs:
+        marks = list(getattr(case, "marks", ()))
+        if wrong := KNOWN.get(str(case)):
+            marks.append(pytest.mark.xfail(reason="; ".join(wrong), strict=True))
         params.append(pytest.param(case, id=str(case), marks=marks))
     return pytest.mark.parametrize("case", params)
 
 
-@cases(HEALTHY)
+@each_of(HEALTHY)
 def test_a_healthy_program_is_the_same_program(case: Healthy, tmp_path: Path, warm: Warm) -> None:
     plain, guarded = both_ways(case, tmp_path, warm)
     assert (plain.status, guarded.status) == (case.status, case.status), guarded.stderr
@@ -254,7 +264,7 @@ def test_a_healthy_program_is_the_same_program(case: Healthy, tmp_path: Path, wa
     assert run.steps
 
 
-@cases(FAULTY)
+@each_of(FAULTY)
 def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(
     case: Faulty, tmp_path: Path, warm: Warm
 ) -> None:

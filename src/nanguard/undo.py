@@ -70,7 +70,7 @@ class _Slot:
             if self.key in self.owner:
                 self.owner[self.key] = None
         elif now is not None and now is self.origin and _alike(now, saved) and not _is_fixed(now):
-            now.copy_(saved)
+            now.data.copy_(saved)  # by .data: torch would say of a backward pass under way that it was tampered with
         else:
             self.owner[self.key] = saved.clone()
 

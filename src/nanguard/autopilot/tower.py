@@ -96,12 +96,8 @@ class Tower:
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
         losses = _losses(tensors)
-        if self._traced is not None and losses:
-            with self._at_work("what was traced could not be looked at"):
-                if self._hand is not None and self._hand.pilot is not None:
-                    self._hand.pilot.look_again()
-                live = self._traced[0].clinic.live
-                self._round.live = live.after_backward(losses[-1]) or self._round.live
+        if losses:
+            self._look_at_trace(losses[-1])
         if self._hand is not None and not self._seated and losses:
             self._step_by_hand(self._hand)
 
@@ -114,6 +110,16 @@ class Tower:
         with self._busy():
             pilot.use_scaler(scaler)
         return pilot.num_calls
+
+    def _look_at_trace(self, loss: Tensor) -> None:
+        """As long as the gradients are there."""
+        if self._traced is None:
+            return
+        with self._at_work("what was traced could not be looked at"):
+            if self._hand is not None and self._hand.pilot is not None:
+                self._hand.pilot.look_again()
+            live = self._traced[0].clinic.live
+            self._round.live = live.after_backward(loss) or self._round.live
 
     def by_hand(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` gives a program without an optimizer: zeros where it is not finite."""
@@ -129,6 +135,7 @@ class Tower:
             self._hand = self._hand or Hand()
             self._hand.expect(leaves)
             with holding(pairs):
+                self._look_at_trace(losses[-1])
                 self._step_by_hand(self._hand)
             if self._round.refused:
                 return tuple(torch.zeros_like(grad) for grad in grads)
@@ -169,6 +176,9 @@ class Tower:
     def _step(self, pilot: Pilot, call: Step | None) -> Any:
         this = self._round
         is_first = not this.stepped
+        if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
+            this.calls.clear()
+            pilot.clinic.live.patience = 0
         this.stepped.append(pilot)
         is_torn = this.refused or (is_first and self._has_bad_companion(pilot))
         if call is not None and is_torn and not pilot.has_bad_gradients():  # who has bad ones says so
@@ -257,7 +267,7 @@ class Tower:
 
     def _start_tracing(self) -> None:
         """From the end of one step to the next; one trace at a time."""
-        if self._traced is None:
+        if self._traced is None and not self.is_nested:
             for pilot in self.pilots:
                 if pilot.is_tracing:
                     stack = contextlib.ExitStack()
@@ -266,7 +276,7 @@ class Tower:
                     return
 
     def _stop_tracing(self) -> None:
-        if self._traced is not None:
+        if self._traced is not None and not self.is_nested:
             _, stack = self._traced
             self._traced = None
             stack.close()

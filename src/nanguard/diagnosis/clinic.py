@@ -49,6 +49,7 @@ class Clinic:
         """What to do to have more found out, where the step cannot be handed over."""
         self._seen: Counter[Kind] = Counter()
         self._modules: dict[Kind, tuple[str, ...]] = {}
+        self._traced: tuple[tuple[str, ...], Diagnosis] | None = None
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
@@ -118,7 +119,9 @@ class Clinic:
         if window.live is not None and not window.live.is_finite:
             self.live.has_found()
             exam = Exam(self._bench, window, window.live, past, None)
-            return replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+            diagnosis = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+            self._traced = reading.found, diagnosis
+            return diagnosis
         diagnosis = self._doctor.examine_update(window, reading, past) if update else None
         if diagnosis is not None:
             return diagnosis
@@ -128,12 +131,22 @@ class Clinic:
             except Exception as error:
                 log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
-            self.live.arm()
-            note = f"the next {self.live.left} steps are traced as they run"
-            diagnosis = diagnosis or _of_nothing(reading)
-            fix = Fix(words=self.advice) if self.advice else diagnosis.fix
-            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note), fix=fix)
+            return self._by_tracing(diagnosis or _of_nothing(reading), reading)
         return diagnosis
+
+    def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
+        """Nothing could be run again: as it was when the same showed in a step that was traced, or one of the next is."""
+        found, known = self._traced or ((), None)
+        if known is not None and found == reading.found:
+            note = f"not traced: taken for the same as in step {known.step:,}"
+            known = replace(known, step=reading.step, epoch=reading.epoch, batch=reading.batch)
+            return replace(known, samples=(), notes=(note,), confidence="guess")
+        if not self.live.patience:
+            return diagnosis
+        self.live.arm()
+        note = f"the next {self.live.left} steps are traced as they run"
+        fix = Fix(words=self.advice) if self.advice else diagnosis.fix
+        return replace(diagnosis, notes=(*diagnosis.notes, note), fix=fix)
 
     def _of_calls(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
         """The model from its captured inputs, with the gradient that reached its output."""

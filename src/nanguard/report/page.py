@@ -229,11 +229,19 @@ def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
         )
     ]
     bars = [
-        tag("div", runs, class_="keys runs", role="group", aria_label="Runs") if len(stories) > 1 else None,
-        tag("div", marks, class_="keys marks", role="group", aria_label="Marks") if marks else None,
-        tag("div", class_="keys", id="groups", role="group", aria_label="Parameter groups"),
-        tag("div", class_="keys", id="scales", role="group", aria_label="Logarithmic axes"),
-        tag("div", moves, class_="keys moves", role="group", aria_label="Zoom"),
+        tag("div", runs, class_="keys", role="group", aria_label="Runs") if len(stories) > 1 else None,
+        tag(
+            "div",
+            tag("div", marks, class_="keys", role="group", aria_label="Marks"),
+            tag("div", moves, class_="keys moves", role="group", aria_label="Zoom"),
+            class_="row",
+        ),
+        tag(
+            "div",
+            tag("div", class_="keys", id="groups", role="group", aria_label="Parameter groups"),
+            tag("div", class_="keys", id="scales", role="group", aria_label="Logarithmic axes"),
+            class_="row",
+        ),
     ]
     several = " several" if len(stories) > 1 else ""
     yield tag("div", bars, class_=f"controls{several}", id="controls", hidden=True)

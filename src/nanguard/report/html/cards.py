@@ -152,10 +152,9 @@ def _fix(fix: Fix) -> Iterator[Child]:
 def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
     finite = [s for s in trail if s.low is not None and s.high is not None]
     largest = max((max(abs(s.low or 0.0), abs(s.high or 0.0)) for s in finite), default=0.0)
-    bad = [s.module or "(top level)" for s in trail if not s.is_finite]
     words = f"The largest finite value is {number(largest)}."
-    if bad:
-        words += f" A cross marks where values are non-finite too, {bad[0]} first."
+    if not all(s.is_finite for s in trail):
+        words += " A cross marks modules in which values are non-finite too."
     yield tag("p", "The extremes inside each module, in the order of the forward pass. ", words, class_="quiet")
     yield tag("div", class_="trail", data_trail=card_id, role="img", aria_label=f"Chart of the table below. {words}")
     head = tag("tr", (tag("th", name, scope="col") for name in ("module", "smallest", "largest", "format", "op", "")))

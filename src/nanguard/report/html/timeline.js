@@ -6,7 +6,7 @@ const timeline = (() => {
   const MOST_LINES = 250;
   const MOST_ROWS = 16;
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
-  const WORTH_LOG = { loss: 200, norm: 50, lr: 1000, scale: 3 };
+  const WORTH_LOG = { loss: 200, norm: 50, lr: 30, scale: 3 };
   const PASSING = new Set(["overflow", "eased", "other"]);
   const box = document.getElementById("chart");
   const hidden = { runs: new Set(), kinds: new Set(), groups: new Set() };
@@ -45,18 +45,20 @@ const timeline = (() => {
     return [low - spare, high + spare];
   }
 
+  // Where the values span much. Learning rates fall to zero by themselves: what counts is how far the groups are apart.
   function suits_log({ name }) {
     let low = Infinity;
     let high = 0;
-    for (const run of runs) {
-      for (const curve of run.panels[name]) {
-        for (const value of curve.y) {
-          if (!Number.isFinite(value) || value === 0) continue;
-          if (value < 0) return false;
-          low = Math.min(low, value);
-          high = Math.max(high, value);
-        }
+    for (const curve of runs.flatMap((run) => run.panels[name])) {
+      let [lowest, highest] = [Infinity, 0];
+      for (const value of curve.y) {
+        if (!Number.isFinite(value) || value === 0) continue;
+        if (value < 0) return false;
+        lowest = Math.min(lowest, value);
+        highest = Math.max(highest, value);
       }
+      if (highest) low = Math.min(low, name === "lr" ? highest : lowest);
+      high = Math.max(high, highest);
     }
     return high / low > WORTH_LOG[name];
   }
@@ -155,17 +157,25 @@ const timeline = (() => {
     return [low - spare, high + spare];
   }
 
+  // Loss scales are powers of two, and are named as such.
+  function powers_of_two([low, high]) {
+    const first = Math.ceil(low / Math.log10(2));
+    const last = Math.floor(high / Math.log10(2));
+    const every = Math.max(1, Math.ceil((last - first) / 3));
+    const powers = [];
+    for (let power = last; power >= first; power -= every) powers.push(power);
+    const named = (power) => (power < 0 || power > 17 ? `2<sup>${power}</sup>` : curves.grouped(2 ** power));
+    return powers.length ? { tickvals: powers.map((power) => 2 ** power), ticktext: powers.map(named) } : {};
+  }
+
   function value_axis(panel, traces) {
     const is_log = logs[panel.name] ?? false;
     const ends = y_range(traces, is_log);
-    const is_short = is_log && ends[1] - ends[0] < 1.3;
-    return {
-      type: is_log ? "log" : "linear",
-      range: ends,
-      nticks: Math.max(3, Math.floor(panel.height / 20)),
-      exponentformat: "power",
-      ...(is_log ? { dtick: is_short ? "D2" : undefined } : { tickformat: "~g" }),
-    };
+    const span = ends[1] - ends[0];
+    const axis = { range: ends, nticks: Math.max(3, Math.floor(panel.height / 20)), exponentformat: "power" };
+    if (!is_log) return { ...axis, type: "linear", tickformat: "~g" };
+    if (panel.name === "scale") return { ...axis, type: "log", ...powers_of_two(ends) };
+    return { ...axis, type: "log", dtick: span < 1.3 ? "D2" : span < 6 ? 1 : undefined };
   }
 
   function draw() {
