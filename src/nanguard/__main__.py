@@ -1,5 +1,5 @@
 """``python -m nanguard``."""
 
-from nanguard.cli import main
+from nanguard.cli.commands import main
 
 main()

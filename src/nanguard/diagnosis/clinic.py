@@ -119,9 +119,9 @@ class Clinic:
         if window.live is not None and not window.live.is_finite:
             self.live.has_found()
             exam = Exam(self._bench, window, window.live, past, None)
-            diagnosis = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
-            self._traced = reading.found, diagnosis
-            return diagnosis
+            traced = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+            self._traced = reading.found, traced
+            return traced
         diagnosis = self._doctor.examine_update(window, reading, past) if update else None
         if diagnosis is not None:
             return diagnosis

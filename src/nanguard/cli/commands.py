@@ -1,0 +1,50 @@
+"""All commands. Each has a file of its own, and imports what is heavy when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+import nanguard
+from nanguard.cli import check, demo, doctor, explain, replay, report, run, watch
+
+app = typer.Typer(name="nanguard", no_args_is_help=True, rich_markup_mode="rich")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nanguard {nanguard.__version__}")
+        raise typer.Exit
+
+
+def _examples(lines: Sequence[str]) -> str:
+    return "\n\n".join(("Examples:", *lines))
+
+
+@app.callback(epilog=_examples(("nanguard run train.py", "nanguard explain runs/train", "nanguard demo")))
+def _nanguard(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Keeps mixed-precision PyTorch training finite: a NaN or Inf never touches weights or optimizer state."""
+
+
+for command in (run, watch, report, explain, replay, check, doctor, demo):
+    name = command.__name__.rpartition(".")[2]
+    context = getattr(command, "CONTEXT", None)
+    app.command(epilog=_examples(command.EXAMPLES), context_settings=context)(getattr(command, name))
+
+
+def main() -> None:
+    """What the command ``nanguard`` calls. A program is run when the command line itself has been left."""
+    programs: list[Callable[[], None]] = []
+    try:
+        app(prog_name="nanguard", obj=programs)
+    except SystemExit:
+        if not programs:
+            raise
+    for run_program in programs:
+        run_program()
