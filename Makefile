@@ -12,8 +12,8 @@ demo: $(READY)
 test: lint types tests
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs/hooks.py docs/causes/panels.py
-	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py docs/causes/panels.py
+	$(BIN)/ruff check src tests benchmarks examples docs/*.py docs/causes/panels.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/*.py docs/causes/panels.py
 
 types: $(READY)
 	$(BIN)/mypy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,15 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 4: sqrt_grad_at_zero in spectrum, sample (3,)" in out
     assert "step 8: overflow_fp16 in attention, sample (5,)" in out
     assert "guard.keep_fp32('attention')   (tried on this step: finite)" in out
+
+
+def test_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanguard", "run", str(EXAMPLES / "unguarded.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert "weights finite: True" in done.stdout
+    assert "attention in fp32 from now on" in done.stderr
+    plain = subprocess.run([sys.executable, command[-1]], capture_output=True, text=True, check=False, timeout=300)
+    assert "weights finite: False" in plain.stdout
 
 
 def test_recover(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,8 +125,11 @@ FAULTY = [
 COLD = {"actor_critic", "careful", "compiled", "listings", "logistic_regression", "retrieval.train", "spawned"}
 """Started as a user starts them: what is special about them has to do with how a program begins and ends."""
 
-KNOWN: dict[str, list[str]] = {}
-"""What nanguard gets wrong, by script. The case must fail until this is mended."""
+KNOWN: dict[tuple[type, str], list[str]] = {
+    (Faulty, "memory_saver"): ["steps that optimizers make inside backward are guarded, but never diagnosed"],
+    (Healthy, "ensemble"): ["a program that changes its folder finds the run log in the new one"],
+}
+"""What nanguard gets wrong. The case must fail until this is mended."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ def each_of(programs: list[Any]) -> pytest.MarkDecorator:
     params = []
     for case in programs:
         marks = list(getattr(case, "marks", ()))
-        if wrong := KNOWN.get(str(case)):
+        if wrong := KNOWN.get((type(case), str(case))):
             marks.append(pytest.mark.xfail(reason="; ".join(wrong), strict=True))
         params.append(pytest.param(case, id=str(case), marks=marks))
     return pytest.mark.parametrize("case", params)
@@ -295,6 +298,6 @@ def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(
 
 
 def test_every_program_is_run() -> None:
-    there = {path.stem for path in SCRIPTS.glob("*.py")} | {"retrieval.train"}
-    assert there == {str(case) for case in [*HEALTHY, *FAULTY]}
-    assert not KNOWN.keys() - there
+    cases = {(type(case), str(case)) for case in [*HEALTHY, *FAULTY]}
+    assert {name for _, name in cases} == {path.stem for path in SCRIPTS.glob("*.py")} | {"retrieval.train"}
+    assert KNOWN.keys() <= cases

@@ -135,7 +135,7 @@ class Clinic:
         return diagnosis
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
-        """Nothing could be run again: as it was when the same showed in a step that was traced, or one of the next is."""
+        """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
         found, known = self._traced or ((), None)
         if known is not None and found == reading.found:
             note = f"not traced: taken for the same as in step {known.step:,}"

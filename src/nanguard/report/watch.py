@@ -99,7 +99,7 @@ def _numbers(run: Run, width: int, ascii_only: bool) -> Iterator[Line]:
     room = max(_LEAST_CURVE, min(_MOST_CURVE, width - _LABEL - _VALUE - _RANGE - 4))
     for name in names[:_MOST_OPTIMIZERS]:
         steps = glance.steps_of(run, name)
-        yield _progress(run, steps, name)
+        yield _progress(run, steps, name if len(names) > 1 else "")
         yield _curve("loss", [(r.step, r.loss) for r in steps], room, ascii_only, "cyan")
         yield from _marks(run, steps, room, ascii_only)
         yield from _curves(steps, room, ascii_only)
@@ -109,7 +109,8 @@ def _numbers(run: Run, width: int, ascii_only: bool) -> Iterator[Line]:
 
 def _progress(run: Run, steps: Sequence[StepRecord], name: str) -> Line:
     last = steps[-1]
-    at = f"epoch {last.epoch}" + ("" if last.batch is None else f", batch {last.batch:,}")
+    batch = "" if last.batch is None else f", batch {last.batch:,}"
+    at = f"epoch {last.epoch}{batch}" if last.epoch else ""  # only guard.epoch knows of any
     took = f"in {_duration(last.time - float(run.header.get('time', last.time)))}"
     rest = "   ".join(filter(None, [at, _rate(glance.rate_of(run, steps)), took, printable(name)]))
     return [(f" {'step':<{_LABEL}}", "dim"), (f"{last.step:>{_VALUE},}", "bold"), (f"  {rest}", "")]
