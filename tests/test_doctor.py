@@ -620,7 +620,12 @@ def test_the_programs_of_this_repository_have_only_what_is_meant() -> None:
         for path in [*ROOT.glob("examples/*.py"), *ROOT.glob("src/nanguard/**/*.py")]
         for finding in examine(Script.read(path))
     }
-    assert told == {("training.py", "fp16-on-cpu")}  # the demo, which is about fp16
+    # The demo and the example are about fp16.
+    assert told == {
+        ("training.py", "fp16-on-cpu"),
+        ("unguarded.py", "fp16-on-cpu"),
+        ("unguarded.py", "fp16-without-scaler"),
+    }
 
 
 @pytest.mark.parametrize(

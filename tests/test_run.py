@@ -94,8 +94,8 @@ def test_so_does_a_module(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_as_ever(tmp_path: Path) -> None:
     code = """
         import time
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(600)
         finally:
             print("cleaned up", flush=True)

@@ -127,7 +127,6 @@ COLD = {"actor_critic", "careful", "compiled", "listings", "logistic_regression"
 
 KNOWN: dict[tuple[type, str], list[str]] = {
     (Faulty, "memory_saver"): ["steps that optimizers make inside backward are guarded, but never diagnosed"],
-    (Healthy, "ensemble"): ["a program that changes its folder finds the run log in the new one"],
 }
 """What nanguard gets wrong. The case must fail until this is mended."""
 

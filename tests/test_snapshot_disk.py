@@ -16,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -298,17 +299,19 @@ def test_a_stateful_loader_goes_on_as_if_never_stored(num_workers: int) -> None:
             data, batch_size=2, shuffle=True, num_workers=num_workers, multiprocessing_context=kind
         )
 
-    torch.manual_seed(7)
-    first = loader()
-    batches = iter(first)
-    for _ in range(3):
-        next(batches)
-    state = first.state_dict()
-    assert identical(through_json(state), state)
-    rest = [batch.tolist() for batch in batches]
-    second = loader()
-    second.load_state_dict(through_json(state))
-    assert [batch.tolist() for batch in second] == rest
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls what torch has deprecated
+        torch.manual_seed(7)
+        first = loader()
+        batches = iter(first)
+        for _ in range(3):
+            next(batches)
+        state = first.state_dict()
+        assert identical(through_json(state), state)
+        rest = [batch.tolist() for batch in batches]
+        second = loader()
+        second.load_state_dict(through_json(state))
+        assert [batch.tolist() for batch in second] == rest
 
 
 class Colour(enum.IntEnum):

@@ -16,17 +16,12 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.errors import ProtocolError
 
-_GUARDED = "_nanguard_guard"
-"""The mark of a guarded optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
-
 
 class Shield:
     """The guarded optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        for optimizer in optimizers:
-            vars(optimizer)[_GUARDED] = True
         self._has_stepped = False
 
     @property
@@ -141,11 +136,6 @@ def _check_still_fused(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after loading "
             "the state of one that was not: set group['fused'] = True in its param_groups, or use sync='eager'"
         )
-
-
-def has_guard(optimizer: Optimizer) -> bool:
-    """Whether a ``Guard`` drives this optimizer."""
-    return bool(vars(optimizer).get(_GUARDED))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

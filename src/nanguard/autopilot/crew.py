@@ -9,9 +9,11 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from nanguard.diagnosis.source import is_users_file
 from nanguard.naming import unwrapped
+from nanguard.shield import Shield
 
 
 class Crew(nn.Module):
@@ -44,6 +46,12 @@ def owners(tensors: Iterable[Tensor]) -> list[nn.Module]:
             for root in _roots(module, parents, set()):
                 found[id(root)] = root
     return list(found.values())
+
+
+def has_guard(optimizer: Optimizer) -> bool:
+    """Whether a ``Guard`` of the program's drives it."""
+    shields = [each for each in _living(Shield) if type(each) is Shield]
+    return any(each is optimizer for shield in shields for each in shield.optimizers)
 
 
 def crew_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:

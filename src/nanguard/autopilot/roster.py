@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard.assembly import introduce
-from nanguard.autopilot.crew import crew_of, names_in_sight, owners
+from nanguard.autopilot.crew import crew_of, has_guard, names_in_sight, owners
 from nanguard.autopilot.pilot import Pilot
 from nanguard.autopilot.settings import Settings
 from nanguard.errors import NonFiniteError
 from nanguard.journal import Journal
 from nanguard.records import Incident
-from nanguard.shield import has_guard, needs_closure
+from nanguard.shield import needs_closure
 
 log = logging.getLogger("nanguard")
 

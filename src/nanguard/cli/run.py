@@ -109,7 +109,8 @@ def _place(asked: Path | None, name: str) -> Path | None:
         path, number = base, 2
         while not launch and (path / "run.jsonl").exists():  # ranks of one launch share a folder
             path, number = base.with_name(f"{base.name}-{number}"), number + 1
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    path = path.absolute()  # the program may go elsewhere
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     if os.access(there, os.W_OK) and there.is_dir():
         return path
     typer.echo(f"nanguard: {there} cannot be written to, so there will be no run log", err=True)
@@ -146,13 +147,14 @@ def _sum_up(autopilot: Any, run_dir: Path | None, unsound: tuple[str, ...], quie
 
 def _report(run_dir: Path, is_worth_it: bool) -> str:
     from nanguard.errors import NanguardError
+    from nanguard.incident.files import as_seen
 
     if not is_worth_it:
-        return f"; run log {run_dir / 'run.jsonl'}"
+        return f"; run log {as_seen(run_dir / 'run.jsonl')}"
     try:
         from nanguard.report.page import write_report
 
-        return f"; report {write_report([run_dir], run_dir / 'report.html')}"
+        return f"; report {as_seen(write_report([run_dir], run_dir / 'report.html'))}"
     except (ImportError, NanguardError, OSError) as error:
         log.info("no report: %s", error)
-        return f"; nanguard explain {run_dir}"
+        return f"; nanguard explain {as_seen(run_dir)}"

@@ -211,3 +211,11 @@ def _in_words(size: int) -> str:
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: {error}"
+
+
+def as_seen(path: Path) -> str:
+    """From where the program is now; whole where that is elsewhere."""
+    try:
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() else str(path)
+    except (OSError, ValueError):
+        return str(path)

@@ -10,6 +10,7 @@ from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.record import Diagnosis, Fix
 from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.incident.bundle import Bundles, Kept
+from nanguard.incident.files import as_seen
 from nanguard.records import Outcome, Reading
 from nanguard.snapshot.keeper import Keeper
 from nanguard.window import Window
@@ -51,7 +52,7 @@ class Casebook:
         if self._bundles is None or kept is None:
             return ""
         path = self._bundles.write(self._bench.journal.next_number, outcome, kept)
-        return "" if path is None else str(path)
+        return "" if path is None else as_seen(path)
 
     def take_interrupt(self) -> KeyboardInterrupt | SystemExit | None:
         """What interrupted an examination, for whoever has recorded its outcome to raise."""

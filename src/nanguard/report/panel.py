@@ -90,8 +90,9 @@ def halt_message(incident: Incident) -> str:
         )
     rows = [] if outcome.diagnosis is None else diagnosis_rows(outcome.diagnosis)
     told = "".join(f"  {name:<9} {row}\n" for name, row in rows)
+    position = "" if reading.batch is None else f" ({_position(reading)})"
     return (
-        f"{_noun(outcome)} at step {reading.step:,} ({_position(reading)}){ranks}: {_found(outcome)}.\n{told}"
+        f"{_noun(outcome)} at step {reading.step:,}{position}{ranks}: {_found(outcome)}.\n{told}"
         f"Halted, since no rung of the ladder was left: {tried}.\n{kept}\n{then}"
     )
 
@@ -150,8 +151,6 @@ def _found(outcome: Outcome) -> str:
 
 
 def _position(reading: Reading) -> str:
-    if reading.batch is None:
-        return "position unknown: iterate over guard.epoch(loader) to have it here"
     return f"batch {reading.batch:,} of epoch {reading.epoch}"
 
 
