@@ -6,6 +6,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -61,6 +62,12 @@ def raise_if_nonfinite_(flag: Tensor, values: Tensor, one: Tensor) -> None:
     GradScaler's own check; it divides by a scale too, which is ``one`` here. It knows no bf16.
     """
     torch._amp_foreach_non_finite_check_and_unscale_([values], flag, one)
+
+
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether the program has put hooks before this optimizer's step, or all of them: they may change gradients."""
+    everywhere = getattr(sys.modules.get("torch.optim.optimizer"), "_global_optimizer_pre_hooks", {})
+    return bool(everywhere) or bool(getattr(optimizer, "_optimizer_step_pre_hooks", {}))
 
 
 def scale_of(scaler: Any) -> Tensor | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,10 @@ class Journal:
         self.last: Outcome | None = None
         self.trend = Trend()
         self.recent: deque[Reading] = deque(maxlen=64)
-        self.family: list[Journal] = [self]
+        self.numbers: Iterator[int] = itertools.count(1)
+        """Where incidents get their numbers from; guards that share a run share it."""
         self._numbers: list[int] = []
+        self._next: int | None = None
         self._speaks = speaks
         self._log = RunLog(run_dir, optimizer=optimizer) if run_dir is not None else None
 
@@ -51,8 +55,10 @@ class Journal:
 
     @property
     def next_number(self) -> int:
-        """That the next incident will get; ``family`` are the journals of guards that share a run."""
-        return 1 + sum(len(journal.history) for journal in self.family)
+        """That the next incident will get."""
+        if self._next is None:
+            self._next = next(self.numbers)
+        return self._next
 
     def begin(self, event: str = "run", **header: Any) -> None:
         if self._log is not None:
@@ -84,6 +90,7 @@ class Journal:
         incident = Incident(number=self.next_number, outcome=outcome)
         self.history.append(outcome)
         self._numbers.append(incident.number)
+        self._next = None
         if outcome.action.response == "roll_back":
             self.counts["rolled_back"] += 1
         self._tell(incident)
@@ -157,6 +164,7 @@ class Journal:
         self.counts = Counter(state["counts"])
         self.history = [Outcome.from_dict(data) for data in state["history"]]
         self._numbers = list(range(1, len(self.history) + 1))
+        self.numbers, self._next = itertools.count(len(self.history) + 1), None
         self.trend = Trend.from_dict(state["trend"])
 
     def _note_overflow(self, outcome: Outcome) -> None:

@@ -138,6 +138,11 @@ def _check_still_fused(optimizer: Optimizer) -> None:
         )
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's own."""
+    return type(optimizer).step.__module__.startswith("torch.optim")
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step()`` cannot be called without one, as that of LBFGS."""
     # torch wraps step() when the optimizer is made; the signature to ask is the one its class defines.

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from nanguard.bench import Bench
 from nanguard.capture import Call, Ear
 from nanguard.data import Data
+from nanguard.diagnosis.autopsy import examine_graph
 from nanguard.diagnosis.clinic import How
+from nanguard.diagnosis.source import calling_line
 from nanguard.eager import Eager
 from nanguard.errors import ProtocolError
 from nanguard.incident.bundle import Bundles
@@ -125,6 +127,8 @@ class Steps:
     def backward(self, window: Window, loss: Tensor) -> None:
         """In a loop of the user's own."""
         live = self.climber.clinic.live
+        if self.bench.device.type == "cpu" and isinstance(loss, Tensor):  # elsewhere looking would mean waiting
+            window.remains = examine_graph([loss], calling_line()) or window.remains
         with live.watching():
             self.bench.backward(window, loss)
         window.live = live.after_backward(loss) or window.live

@@ -23,7 +23,7 @@ from nanguard.naming import plain_name
 Key = tuple[int, str]
 Copies = dict[Key, Tensor | None]
 
-_LARGE = 1 << 18
+_LARGE = 1 << 14
 _WATCHED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -279,8 +279,9 @@ class Undo:
 
 
 def _where_finite(before: Tensor, now: Tensor) -> Tensor:
-    """Absolute values of ``now``, and 0 where ``before`` was NaN or Inf."""
-    return torch.where(before.abs() < math.inf, now.abs(), torch.zeros_like(now))
+    """Absolute values of ``now``, and 0 where ``before`` was NaN or Inf, or ``now`` is -Inf: a mask that has moved."""
+    counts = (before.abs() < math.inf) & (now != -math.inf)
+    return torch.where(counts, now.abs(), torch.zeros_like(now))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

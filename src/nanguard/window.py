@@ -82,6 +82,7 @@ class Window:
     is_spoiled: bool = False
     calls: list[Call] = field(default_factory=list)
     live: Any = None
+    remains: Any = None
 
     @property
     def batches(self) -> list[Any]:

@@ -32,10 +32,10 @@ class Crew(nn.Module):
         self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
 
 
-def owners(tensors: Iterable[Tensor]) -> list[nn.Module]:
-    """The outermost living modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
+def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
     wanted = {id(tensor) for tensor in tensors}
-    living = [each for each in _living(nn.Module) if type(each) is not Crew]
+    living = [each for each in modules if type(each) is not Crew]
     parents: dict[int, list[nn.Module]] = {}
     for module in living:
         for child in vars(module).get("_modules", {}).values():
@@ -50,7 +50,9 @@ def owners(tensors: Iterable[Tensor]) -> list[nn.Module]:
 
 def has_guard(optimizer: Optimizer) -> bool:
     """Whether a ``Guard`` of the program's drives it."""
-    shields = [each for each in _living(Shield) if type(each) is Shield]
+    if "nanguard.guard" not in sys.modules:
+        return False
+    shields = (each for each in gc.get_objects() if type(each) is Shield)
     return any(each is optimizer for shield in shields for each in shield.optimizers)
 
 
@@ -83,11 +85,6 @@ def names_in_sight(things: Iterable[Any]) -> dict[int, str]:
                 if id(attribute) in wanted:
                     names.setdefault(id(attribute), name)
     return names
-
-
-def _living(kind: type[Any]) -> Iterator[Any]:
-    # By type(), since isinstance asks proxies for their class, and some of them then do things.
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _roots(module: nn.Module, parents: Mapping[int, list[nn.Module]], seen: set[int]) -> Iterator[nn.Module]:

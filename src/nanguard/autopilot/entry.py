@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from nanguard.errors import ProtocolError
 from nanguard.incident.bundle import Capture
 from nanguard.policy import Policy
 from nanguard.records import Incident
+
+log = logging.getLogger("nanguard")
 
 
 class Autopilot:
@@ -91,6 +94,9 @@ def install(
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
     """
+    if Autopilot._installed is not None and Autopilot._installed.settings.script:
+        log.info("nanguard.install() has nothing to do: `nanguard run` guards this program already")
+        return Autopilot._installed
     if Autopilot._installed is not None:
         raise ProtocolError("nanguard.install() was called twice: call uninstall() of the first one before")
     if policy is not None and not isinstance(policy, Policy):

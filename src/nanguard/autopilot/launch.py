@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -41,7 +43,7 @@ class Program:
     def run(self) -> None:
         """Whatever the program raises is raised, ``SystemExit`` too; its traceback begins with the program."""
         main = ModuleType("__main__")
-        vars(main).update(self._facts, __builtins__=__builtins__)
+        vars(main).update(self._facts, __builtins__=builtins)
         sys.modules["__main__"] = main
         sys.excepthook = sys.__excepthook__  # that of our command line is not the program's
         sys.argv = [self._argv0, *self.args]
@@ -120,6 +122,41 @@ def _main_facts(file: str, spec: Any, loader: Any) -> dict[str, Any]:
         "__doc__": None,
         "__annotations__": {},
     }
+
+
+class WhenImported(MetaPathFinder):
+    """Calls a function when a module has been imported for the first time, by whomever; at once where it is there.
+
+    What a program does before it imports torch, set environment variables, say, has its effect on torch as ever.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+        if name in sys.modules:
+            then()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        self.forget()
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # the loader's own again
+                execute(module)
+                self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+    def forget(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def rank_of_process() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,28 +17,41 @@ from nanguard.naming import unwrapped
 class Switchboard:
     """The outermost modules, and below one that is never called itself those inside it.
 
-    ``begins`` is called before such a call, ``opens`` gives the list that calls are noted in, None where they are not.
+    ``begins`` is called before such a call with the identity of the outermost module, ``opens`` gives the list that calls
+    are noted in, None where they are not.
     """
 
-    def __init__(self, begins: Callable[[], None], opens: Callable[[], list[Call] | None], ear: Ear) -> None:
+    def __init__(self, begins: Callable[[int], None], opens: Callable[[], list[Call] | None], ear: Ear) -> None:
         self._begins, self._opens, self._ear = begins, opens, ear
-        self._listed: dict[int, nn.Module] = {}
+        self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._heard: set[int] = set()
         self._wrapped: dict[type[nn.Module], Any] = {}
         self._is_inside = False
 
-    def listen(self, modules: Iterable[nn.Module]) -> None:
+    def listen(self, modules: Iterable[nn.Module], root: int | None = None) -> None:
+        """``root`` is the identity of the outermost module that they are inside of."""
         for module in modules:
-            self._listed[id(module)] = module
+            key = id(module)
+            self._listed[key] = weakref.ref(module, self._forgetting(key)), key if root is None else root
             self._wrap(type(module))
+
+    def _forgetting(self, key: int) -> Callable[[Any], None]:
+        listed, heard = self._listed, self._heard
+
+        def forget(_: Any) -> None:
+            listed.pop(key, None)
+            heard.discard(key)
+
+        return forget
 
     def listen_closer(self) -> None:
         """To the children of modules that have never been called: a program may use their parts alone."""
-        for key, module in list(self._listed.items()):
-            children = list(module.children())
-            if key not in self._heard and children:
+        for key, (ref, root) in list(self._listed.items()):
+            module = ref()
+            children = [] if module is None or key in self._heard else list(module.children())
+            if children:
                 del self._listed[key]
-                self.listen(children)
+                self.listen(children, root)
 
     def hang_up(self) -> None:
         for kind, original in self._wrapped.items():
@@ -51,10 +65,14 @@ class Switchboard:
     def _wrap(self, kind: type[nn.Module]) -> None:
         if kind in self._wrapped:
             return
-        self._wrapped[kind] = vars(kind).get("__call__")
-        original: Callable[..., Any] = kind.__call__
+        own = self._wrapped[kind] = vars(kind).get("__call__")
 
-        @functools.wraps(original)
+        def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """As it is at the time: others, torch.fx among them, put their own in the place of what is inherited."""
+            inherited: Any = super(kind, module)
+            return inherited.__call__(*args, **kwargs) if own is None else own(module, *args, **kwargs)
+
+        @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) not in self._listed or self._is_inside or torch.compiler.is_compiling():
                 return original(module, *args, **kwargs)
@@ -67,7 +85,7 @@ class Switchboard:
         kind.__call__ = call  # type: ignore[method-assign]
 
     def _hear(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._begins()
+        self._begins(self._listed[id(module)][1])
         self._heard.add(id(module))
         self._ear.enter(module, args, kwargs)
         output = original(module, *args, **kwargs)

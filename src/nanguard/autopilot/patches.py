@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from nanguard import _compat
 from nanguard.autopilot.tower import Tower
-from nanguard.shield import needs_closure
+from nanguard.shield import is_torchs, needs_closure
 
 
 class Patches:
@@ -26,6 +27,9 @@ class Patches:
         self._saved: list[tuple[Any, str, Any]] = []
         self._classes: set[type[Optimizer]] = set()
         self._replace(Optimizer, "__init__", self._made)
+        self._replace(Optimizer, "__setstate__", self._made)  # of copies and pickles
+        self._replace(nn.Module, "__init__", self._born)
+        self._replace(nn.Module, "__setstate__", self._born)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
         self._replace(GradScaler, "scale", self._scale)
@@ -45,13 +49,23 @@ class Patches:
     def _made(self, original: Callable[..., None]) -> Callable[..., None]:
         tower = self._tower
 
-        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if not tower.is_idle and not torch.compiler.is_compiling():
                 self._guard_class(type(optimizer))
                 tower.made(optimizer)
 
-        return __init__
+        return make
+
+    def _born(self, original: Callable[..., None]) -> Callable[..., None]:
+        census = self._tower.roster.census
+
+        def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                census.add(module)
+
+        return make
 
     def _guard_class(self, kind: type[Optimizer]) -> None:
         """The class that defines the step, which others may inherit."""
@@ -67,12 +81,19 @@ class Patches:
             if torch.compiler.is_compiling() or tower.is_idle:
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
-            if callable(closure) and not needs_closure(optimizer):
-                # Its gradients have to be there before anything is decided; the optimizer gets the loss it returned.
-                with torch.enable_grad():
-                    loss = closure()
-                args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-            return tower.step(optimizer, functools.partial(original, optimizer, *args, **kwargs))
+            call = functools.partial(original, optimizer, *args, **kwargs)
+            # Hooks may change gradients; an optimizer of the program's own may call a closure when and as it likes.
+            has_hooks, is_strange = _compat.has_step_pre_hooks(optimizer), not is_torchs(optimizer)
+            if has_hooks or needs_closure(optimizer) or (callable(closure) and is_strange):
+                return tower.step(optimizer, call, is_blind=True)
+            if not callable(closure):
+                return tower.step(optimizer, call)
+            # Torch's own call it once, first of all. Its gradients have to be there before anything is decided; the
+            # optimizer then gets the loss that it returned.
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+            return tower.step(optimizer, functools.partial(original, optimizer, *args, **kwargs), otherwise=loss)
 
         return step
 
@@ -94,11 +115,12 @@ class Patches:
         tower = self._tower
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            grads = original(outputs, inputs, *args, **kwargs)
-            # With create_graph, the fourth argument after them, it is a part of a loss and not an update by it.
+            # With create_graph, the third argument after them, it is a part of a loss and not an update by it.
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
             if torch.compiler.is_compiling() or tower.is_idle or tower.is_nested or is_part:
-                return grads
+                return original(outputs, inputs, *args, **kwargs)
+            tower.before_grad(outputs)
+            grads = original(outputs, inputs, *args, **kwargs)
             return tower.by_hand(outputs, inputs, grads)
 
         return grad

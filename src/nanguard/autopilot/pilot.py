@@ -29,8 +29,9 @@ from nanguard.journal import Journal
 from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.records import Action, Found, Outcome, Reading, Verdict
-from nanguard.shield import needs_closure
+from nanguard.shield import is_torchs, needs_closure
 from nanguard.steps import Steps
+from nanguard.undo import Undo
 from nanguard.window import Window
 
 log = logging.getLogger("nanguard")
@@ -48,14 +49,17 @@ _ADVICE = "none yet: the next steps are traced, to find it when it comes again; 
 class Round:
     """What happened since an optimizer last stepped; those that step now, without another backward pass, share it.
 
-    ``live`` says how it ran, where it was traced; ``refused`` that a step of it was not let through.
+    ``live`` says how it ran, where it was traced; ``refused`` that a step of it was not let through;
+    ``remains`` is what the graph of a bad loss still knew.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     stepped: list[Pilot] = field(default_factory=list)
+    noted: list[Pilot] = field(default_factory=list)
     refused: bool = False
     live: Any = None
+    remains: Any = None
 
 
 def _is_trusted(optimizer: Optimizer) -> bool:
@@ -64,8 +68,8 @@ def _is_trusted(optimizer: Optimizer) -> bool:
     Of all others each update is looked at, which takes a copy of what they train; not of more than a moderate model.
     """
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
-    return size > _LARGEST_COPY or (is_torchs and all(group.get("eps", 1.0) != 0.0 for group in optimizer.param_groups))
+    divides_by_zero = any(group.get("eps") == 0.0 for group in optimizer.param_groups)
+    return size > _LARGEST_COPY or (is_torchs(optimizer) and not divides_by_zero)
 
 
 class Pilot:
@@ -125,6 +129,10 @@ class Pilot:
         if not _is_trusted(optimizer):
             self.bench.careful_until = FOREVER
         self.num_calls = 0
+        self.is_blind = False
+        self.companions: frozenset[int] | None = None
+        """Identities of the pilots that stepped in the same round, when that was last seen."""
+        self._num_params = sum(len(group) for group in self.shield.groups())
         self.grad_scaler: Any = None
 
     @property
@@ -144,8 +152,12 @@ class Pilot:
         """A step begins; what it may change is noted."""
         self.steps.open(rerunnable=False, divisor=1)
 
+    def leave_buffers_to_others(self) -> None:
+        """Where another optimizer trains the same module, one of them is enough to put them back."""
+        self.bench.buffers = Undo(self.bench.device)
+
     def note_again(self) -> None:
-        """Another optimizer has stepped: what was noted before is no longer what this step begins with."""
+        """What was noted before is no longer what this step begins with: the program, or others, went on."""
         if self.bench.window is not None:
             self.steps.mode.note(self.bench.window)
 
@@ -153,6 +165,17 @@ class Pilot:
         """Waits for the device."""
         grads = [p.grad for group in self.shield.groups() for p in group if p.grad is not None]
         return bool(nonfinite(grads, self.bench.device))
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the program has added parameters since."""
+        return sum(len(group) for group in self.shield.groups()) != self._num_params
+
+    def take_over(self, other: Pilot) -> None:
+        """From one that knew fewer parameters."""
+        self.bench.num_steps, self.bench.journal = other.bench.num_steps, other.bench.journal
+        self.num_calls, self.grad_scaler, self.bench.scaler = other.num_calls, other.grad_scaler, other.bench.scaler
+        self.clinic.live.left = other.clinic.live.left
 
     def look_again(self) -> None:
         """The program may have put other tensors in the place of those that it trains."""
@@ -188,13 +211,25 @@ class Pilot:
         self._fill(window, this)
         self._follow()
         self.shield.take(call)
-        self.steps.finish(window)
+        try:
+            self.steps.finish(window)
+        finally:
+            self.shield.give_back()
+        if self.sync == "eager":
+            window.calls, window.last_seen = [], None  # it is over, and they hold a batch
         this.refused = this.refused or self._was_refused()
         self.open()
         return self.shield.result
 
     def before_blind_step(self) -> Backup:
         """Of an optimizer that computes gradients inside ``step()``, so that nothing can be known before."""
+        if not self.is_blind:
+            self.is_blind = True
+            log.warning(
+                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is looked "
+                "at afterwards, and taken back where it made something non-finite",
+                type(self.optimizer).__name__,
+            )
         self.num_calls += 1
         if self.bench.window is None:
             self.open()
@@ -244,11 +279,20 @@ class Pilot:
         self.bench.journal.close(steps=self.bench.num_steps)
 
     def _fill(self, window: Window, this: Round) -> None:
-        window.knows_loss = bool(this.losses)
-        window.losses = list(this.losses) or [torch.zeros((), device=self.bench.device)]
+        losses = self._losses_that_count(this)
+        window.knows_loss = bool(losses)
+        window.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.bench.device)]
         window.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
         window.last_seen = [(call.args, dict(call.kwargs)) for call in this.calls]
-        window.live = this.live
+        window.live, window.remains = this.live, this.remains
+
+    def _losses_that_count(self, this: Round) -> list[Tensor]:
+        """Not a bad one whose gradients the program has thrown away itself, and gone on with another batch."""
+        losses = list(this.losses)
+        if len(losses) < 2 or self.sync == "late":
+            return losses
+        good = [loss for loss in losses if bool(torch.isfinite(loss))]
+        return losses if len(good) in (0, len(losses)) or self.has_bad_gradients() else good
 
     def _follow(self) -> None:
         """What the program's GradScaler has done to the gradients."""

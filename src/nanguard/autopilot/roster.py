@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard.assembly import introduce
+from nanguard.autopilot.census import Census
 from nanguard.autopilot.crew import crew_of, has_guard, names_in_sight, owners
 from nanguard.autopilot.pilot import Pilot
 from nanguard.autopilot.settings import Settings
 from nanguard.errors import NonFiniteError
 from nanguard.journal import Journal
 from nanguard.records import Incident
-from nanguard.shield import needs_closure
 
 log = logging.getLogger("nanguard")
 
@@ -30,16 +31,31 @@ class Roster:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._arrived: list[weakref.ref[Optimizer]] = []
-        self._names: dict[int, str] = {}
-        self._pilots: list[weakref.ref[Pilot]] = []
-        self._journals: list[Journal] = []
+        self._arrived: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
+        self._seats: list[tuple[weakref.ref[Pilot], Journal]] = []
+        self._past: Counter[str] = Counter()
+        self._past_incidents: list[Incident] = []
+        self.census = Census()
+        self.num_optimizers = 0
+        """That have ever been guarded."""
+        self._numbers = itertools.count(1)
         self.has_guard = False
 
     @property
     def pilots(self) -> list[Pilot]:
         """Of optimizers that are still there."""
-        return [pilot for pilot in (ref() for ref in self._pilots) if pilot is not None]
+        pilots = [ref() for ref, _ in self._seats]
+        if None in pilots:
+            self._part_with_the_gone()
+        return [pilot for pilot in pilots if pilot is not None]
+
+    def _part_with_the_gone(self) -> None:
+        """A program may make thousands of optimizers: of those that are gone only what became of them is kept."""
+        for ref, journal in self._seats:
+            if ref() is None:
+                self._past.update(journal.counts)
+                self._past_incidents += journal.incidents
+        self._seats = [seat for seat in self._seats if seat[0]() is not None]
 
     @property
     def expects_somebody(self) -> bool:
@@ -47,15 +63,17 @@ class Roster:
 
     def expect(self, optimizer: Optimizer) -> list[nn.Module]:
         """One that the program has just made, and may not be finished; the outermost modules that it trains."""
+        if pilot_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self._arrived):
+            return []
         params = parameters_of(optimizer)
-        roots = owners(params)
-        self._names.update(names_in_sight([*params, *roots]))
-        self._arrived.append(weakref.ref(optimizer))
+        roots = owners(params, self.census)
+        self._arrived.append((weakref.ref(optimizer), names_in_sight([*params, *roots])))
         return roots
 
     def seat_next(self) -> Pilot | None:
         """The first that is expected; None where it is gone, or cannot be guarded."""
-        optimizer = self._arrived.pop(0)()
+        arrived, names = self._arrived.pop(0)
+        optimizer = arrived()
         if optimizer is None or not parameters_of(optimizer):
             return None
         if has_guard(optimizer):
@@ -63,15 +81,19 @@ class Roster:
             return None
         name = names_in_sight([optimizer]).get(id(optimizer), type(optimizer).__name__)
         taken = [pilot.name for pilot in self.pilots]
-        return self.enroll(optimizer, name if name not in taken else f"{name} {len(taken)}")
+        return self.enroll(optimizer, name if name not in taken else f"{name} {self.num_optimizers}", names)
 
-    def enroll(self, optimizer: Optimizer, name: str) -> Pilot | None:
-        """None where the optimizer cannot be guarded, which is said once; the program goes on without."""
-        kind, params = type(optimizer).__name__, parameters_of(optimizer)
-        roots = owners(params)  # anew: the program may have wrapped them since
-        crew = crew_of(params, roots, self._names | names_in_sight([*params, *roots]))
+    def enroll(self, optimizer: Optimizer, name: str, names: Mapping[int, str]) -> Pilot | None:
+        """None where the optimizer cannot be guarded, which is said once; the program goes on without.
+
+        ``names`` are those that things had when it was made.
+        """
+        kind = type(optimizer).__name__
+        crew, roots = self._crew(optimizer, names)
         try:
             pilot = Pilot(optimizer, crew, roots, self._settings, name=name, shares=bool(self.pilots))
+            if any(other.bench.model is crew for other in self.pilots):
+                pilot.leave_buffers_to_others()
             pilot.open()
         except ValueError as error:
             log.warning("%s is not guarded: %s", kind, error)
@@ -79,21 +101,34 @@ class Roster:
         except Exception:
             log.exception("%s is not guarded: nanguard failed to take it in", kind)
             return None
-        if needs_closure(optimizer):
-            log.warning(
-                "%s computes gradients inside step(), so its steps cannot be checked before: each is looked at "
-                "afterwards, and taken back where it made something non-finite",
-                kind,
-            )
         self._introduce(pilot)
         vars(optimizer)[_SEAT] = pilot
-        self._pilots.append(weakref.ref(pilot))
+        self._seats.append((weakref.ref(pilot), pilot.bench.journal))
         return pilot
 
+    def _crew(self, optimizer: Optimizer, names: Mapping[int, str]) -> tuple[nn.Module, list[nn.Module]]:
+        """Looked for anew: the program may have wrapped its modules since."""
+        params = parameters_of(optimizer)
+        roots = owners(params, self.census)
+        return crew_of(params, roots, {**names, **names_in_sight([*params, *roots])}), roots
+
+    def renew(self, pilot: Pilot) -> Pilot:
+        """With the modules whose parameters the program has added; as it was where that cannot be."""
+        crew, roots = self._crew(pilot.optimizer, {})
+        try:
+            new = Pilot(pilot.optimizer, crew, roots, self._settings, name=pilot.name, shares=pilot.sync == "eager")
+        except Exception:
+            log.exception("parameters that were added to %s are not looked after", type(pilot.optimizer).__name__)
+            return pilot
+        new.take_over(pilot)
+        vars(pilot.optimizer)[_SEAT] = new
+        self._seats = [(weakref.ref(new) if ref() is pilot else ref, journal) for ref, journal in self._seats]
+        return new
+
     def _introduce(self, pilot: Pilot) -> None:
-        is_first = not self._journals
-        self._journals.append(pilot.bench.journal)
-        pilot.bench.journal.family = self._journals
+        is_first = not self.num_optimizers
+        self.num_optimizers += 1
+        pilot.bench.journal.numbers = self._numbers
         for other in self.pilots:
             other.ask_the_host()
         introduce(
@@ -106,26 +141,26 @@ class Roster:
 
     def dismiss(self, pilot: Pilot) -> None:
         vars(pilot.optimizer).pop(_SEAT, None)
-        self._pilots = [ref for ref in self._pilots if ref() is not pilot]
+        self._part_with_the_gone()
+        for ref, journal in self._seats:
+            if ref() is pilot:
+                self._past.update(journal.counts)
+                self._past_incidents += journal.incidents
+        self._seats = [seat for seat in self._seats if seat[0]() is not pilot]
 
     # ---- what became of them -------------------------------------------------------------------------------------
 
     @property
-    def num_optimizers(self) -> int:
-        """That have ever been guarded."""
-        return len(self._journals)
-
-    @property
     def incidents(self) -> Sequence[Incident]:
         """Of all optimizers, as far as the host has heard, in the order in which they came."""
-        found = [incident for journal in self._journals for incident in journal.incidents]
+        found = [*self._past_incidents, *(incident for _, journal in self._seats for incident in journal.incidents)]
         return sorted(found, key=lambda incident: incident.number)
 
     @property
     def counts(self) -> Counter[str]:
         """Steps applied, skipped and so on, of all optimizers."""
-        total: Counter[str] = Counter()
-        for journal in self._journals:
+        total = Counter(self._past)
+        for _, journal in self._seats:
             total.update(journal.counts)  # adding would leave out what is zero
         return total
 

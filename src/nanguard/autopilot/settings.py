@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from nanguard.diagnosis.clinic import How
-from nanguard.incident.bundle import Capture
 from nanguard.ladder import Halt, RaisePrecision, Rollback, Skip
 from nanguard.policy import Policy
+
+if TYPE_CHECKING:  # without torch: the program imports it when it likes
+    from nanguard.diagnosis.clinic import How
+    from nanguard.incident.bundle import Capture
 
 
 def patient_policy() -> Policy:

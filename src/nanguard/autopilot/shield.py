@@ -21,19 +21,25 @@ class HandedShield(Shield):
         self._call: Step | None = None
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self.result: Any = None
+        self.was_called = False
 
     def take(self, step: Step | None) -> None:
         """The call that waits to be let through; None where the program itself has decided to skip."""
-        self._call, self.result = step, None
+        self._call, self.result, self.was_called = step, None, False
         self._grads = [(param, param.grad) for group in self.groups() for param in group]
 
     def _step(self, optimizer: Optimizer) -> None:
         if self._call is not None:
+            self.was_called = True
             self.result = self._call()
 
     def end_step(self) -> None:
-        """Gradients as the program left them."""
-        for param, grad in self._grads:
-            if param.grad is not grad:
-                param.grad = grad
+        """Gradients are the program's to clear."""
+
+    def give_back(self) -> None:
+        """After a step that was refused, gradients as the program left them."""
+        if not self.was_called:
+            for param, grad in self._grads:
+                if param.grad is not grad:
+                    param.grad = grad
         self._grads = []

@@ -20,11 +20,14 @@ from nanguard.autopilot.roster import Roster, pilot_of
 from nanguard.autopilot.settings import Settings
 from nanguard.autopilot.shield import Step
 from nanguard.capture import Call, Ear
+from nanguard.diagnosis.autopsy import examine_graph
+from nanguard.diagnosis.source import calling_line
 from nanguard.errors import NonFiniteError
 from nanguard.rng import RngState
-from nanguard.shield import needs_closure
 
 log = logging.getLogger("nanguard")
+
+_FEW = 8
 
 
 class Tower:
@@ -34,14 +37,13 @@ class Tower:
         self.roster = Roster(settings)
         self._hand: Hand | None = None
         self._round = Round()
-        self._companions: dict[int, set[int]] = {}
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
         self._pid = os.getpid()
         self._traced: tuple[Pilot, contextlib.ExitStack] | None = None
         self._ear = Ear(self._open_calls, self._random_states, "cpu")
-        self._switchboard = Switchboard(self.take_in, self._open_calls, self._ear)
+        self._switchboard = Switchboard(self.heard, self._open_calls, self._ear)
         os.register_at_fork(after_in_child=self._leave_alone)
 
     # ---- what the program does -----------------------------------------------------------------------------------
@@ -67,6 +69,17 @@ class Tower:
             with self._at_work("an optimizer could not be taken in"):
                 self._welcome(self.roster.seat_next())
 
+    def heard(self, root: int) -> None:
+        """A module is about to be called, inside the outermost one of this identity: its buffers are noted once."""
+        self.take_in()
+        if self._open_calls() is None:
+            return
+        with self._at_work("what a step may change could not be noted"):
+            for pilot in self.pilots:
+                if pilot not in self._round.noted and any(id(each) == root for each in pilot.roots):
+                    self._round.noted.append(pilot)
+                    pilot.note_again()
+
     def _welcome(self, pilot: Pilot | None) -> None:
         if pilot is not None:
             self._switchboard.listen(pilot.roots)
@@ -80,6 +93,8 @@ class Tower:
             losses = _losses(tensors)
             self._begin_round()
             self._round.losses += [getattr(loss, "_nanguard_loss", loss).detach().reshape(()) for loss in losses]
+            if all(loss.device.type == "cpu" for loss in losses):  # elsewhere looking would mean waiting
+                self._round.remains = examine_graph(losses, calling_line()) or self._round.remains
             if not self._seated and not self.roster.has_guard and losses:
                 self._hand = self._hand or Hand()
                 self._hand.expect(leaves_of(losses))
@@ -121,6 +136,14 @@ class Tower:
             live = self._traced[0].clinic.live
             self._round.live = live.after_backward(loss) or self._round.live
 
+    def before_grad(self, outputs: Any) -> None:
+        """The program is about to call ``torch.autograd.grad``, after which the graph is gone."""
+        losses = _losses(outputs)
+        if not self._seated and all(loss.device.type == "cpu" for loss in losses):
+            with self._at_work("a loss could not be looked at"), _compat.unwatched():
+                self._begin_round()
+                self._round.remains = examine_graph(losses, calling_line())
+
     def by_hand(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` gives a program without an optimizer: zeros where it is not finite."""
         self.take_in()
@@ -141,15 +164,23 @@ class Tower:
                 return tuple(torch.zeros_like(grad) for grad in grads)
         return grads
 
-    def step(self, optimizer: Optimizer, call: Step | None) -> Any:
-        """The program calls ``step()``; with None its GradScaler has left the step out."""
+    def step(self, optimizer: Optimizer, call: Step | None, *, is_blind: bool = False, otherwise: Any = None) -> Any:
+        """The program calls ``step()``; with None its GradScaler has left the step out.
+
+        An ``is_blind`` one computes gradients itself. ``otherwise`` is what comes back of a step that is refused.
+        """
         self.take_in()
         pilot = pilot_of(optimizer)
         if pilot is None:
             return None if call is None else call()
         once = _Once(call)
+        if pilot.has_grown and not self.is_nested:
+            self._stop_tracing()
+            with self._busy():
+                pilot.steps.settle()
+                pilot = self.roster.renew(pilot)
         try:
-            if needs_closure(optimizer):
+            if is_blind:
                 result = self._step_blindly(pilot, once)
             else:
                 self._stop_tracing()
@@ -164,7 +195,7 @@ class Tower:
             self.roster.dismiss(pilot)
             return once.result if once.is_called else once()
         self._start_tracing()
-        return result
+        return result if once.is_called else otherwise
 
     def num_calls(self, optimizer: Optimizer) -> int:
         """How often its ``step()`` has come by here."""
@@ -174,6 +205,8 @@ class Tower:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, pilot: Pilot, call: Step | None) -> Any:
+        if pilot in self._round.stepped:  # without a backward pass: the program sets gradients itself
+            self._begin_round()
         this = self._round
         is_first = not this.stepped
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
@@ -188,7 +221,7 @@ class Tower:
         else:
             result = pilot.step(call, this)
         if this.refused:
-            for other in self.pilots:
+            for other in this.noted:
                 if other is not pilot:
                     other.put_back()
         if not this.calls:
@@ -212,29 +245,26 @@ class Tower:
     def _begin_round(self) -> None:
         """Where an optimizer has stepped, what happens now belongs to the next steps."""
         if self._round.stepped:
-            together = {id(pilot) for pilot in self._round.stepped}
-            self._companions.update((key, together) for key in together)
+            together = frozenset(map(id, self._round.stepped))
+            for pilot in self._round.stepped:
+                pilot.companions = together
             self._round = Round()
-            pilots = self.pilots
-            if len(pilots) > 1:  # what each has noted before others stepped is no longer what a step begins with
-                with self._busy():
-                    for pilot in pilots:
-                        pilot.note_again()
 
     def _has_bad_companion(self, pilot: Pilot) -> bool:
         """Whether one that steps right after this one will be refused: an update by halves is worse than none."""
-        if len(self.pilots) < 2:
-            return False
-        known = self._companions.get(id(pilot))
-        others = [p for p in self.pilots if p is not pilot and (known is None or id(p) in known)]
-        return any(other.has_bad_gradients() and not needs_closure(other.optimizer) for other in others)
+        others = [each for each in self.pilots if each is not pilot]
+        if pilot.companions is not None:
+            others = [each for each in others if id(each) in pilot.companions]
+        elif len(others) > _FEW:  # not known yet: those whose modules were called as well
+            others = [each for each in others if each in self._round.noted]
+        return any(other.has_bad_gradients() and not other.is_blind for other in others)
 
     def _step_by_hand(self, hand: Hand) -> None:
         """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
         with self._at_work("a step could not be looked at"):
             self._stop_tracing()
             if hand.pilot is None:
-                hand.pilot = self.roster.enroll(hand.optimizer, "")
+                hand.pilot = self.roster.enroll(hand.optimizer, "", {})
                 self._welcome(hand.pilot)
                 self._stop_tracing()
             if hand.pilot is not None:

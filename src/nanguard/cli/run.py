@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nanguard.cli.speech import fail, logging_to, stderr_console
 
 if TYPE_CHECKING:
+    from nanguard.autopilot.entry import Autopilot
     from nanguard.autopilot.launch import Program
     from nanguard.autopilot.settings import Settings
 
@@ -118,29 +119,43 @@ def _place(asked: Path | None, name: str) -> Path | None:
 
 
 def _fly(program: Program, settings: Settings, quiet: bool) -> None:
-    from nanguard.autopilot.entry import begin
-    from nanguard.autopilot.launch import rank_of_process
+    from nanguard.autopilot.launch import WhenImported, rank_of_process
+
+    begun: list[Autopilot] = []
+    process = os.getpid()
+
+    def begin() -> None:
+        from nanguard.autopilot import entry
+
+        begun.append(entry.begin(settings))
 
     with logging_to(stderr_console(quiet=quiet), alone=True):
-        autopilot = begin(settings)
+        waits = WhenImported("torch", begin)
         try:
             program.run()
         finally:
-            unsound = autopilot.unsound()
-            autopilot.uninstall()
-            if rank_of_process() == 0:
-                _sum_up(autopilot, settings.run_dir, unsound, quiet)
+            waits.forget()
+            if os.getpid() != process:
+                pass  # a process that the program has forked, and that ends by itself
+            elif rank_of_process() == 0:
+                _sum_up(begun[0] if begun else None, settings.run_dir, quiet)
+            elif begun:
+                begun[0].uninstall()
 
 
-def _sum_up(autopilot: Any, run_dir: Path | None, unsound: tuple[str, ...], quiet: bool) -> None:
+def _sum_up(autopilot: Autopilot | None, run_dir: Path | None, quiet: bool) -> None:
     """One line on stderr, and the report where something has happened. Never the program's trouble."""
     try:
-        from nanguard.autopilot.summary import sentence
+        told, incidents, where = "nothing to guard, since torch was never imported", False, ""
+        if autopilot is not None:
+            from nanguard.autopilot.summary import sentence
 
-        incidents = autopilot.incidents
-        where = "" if run_dir is None or not autopilot.num_optimizers else _report(run_dir, bool(incidents))
+            unsound = autopilot.unsound()
+            autopilot.uninstall()
+            told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)
+            where = "" if run_dir is None or not autopilot.num_optimizers else _report(run_dir, incidents)
         if incidents or not quiet:
-            print(f"nanguard: {sentence(autopilot, unsound=unsound)}{where}", file=sys.stderr)
+            print(f"nanguard: {told}{where}", file=sys.stderr)
     except Exception:
         log.exception("what happened could not be summed up")
 

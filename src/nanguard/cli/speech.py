@@ -35,16 +35,22 @@ class _ConsoleHandler(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
+        self._is_cut_off = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._is_cut_off:
+            return
         message = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             message += f" ({type(error).__name__}: {error})"
         whose = "" if message.startswith(" nanguard ") else "nanguard: "
-        for number, line in enumerate((whose + message).splitlines()):
-            text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)
-            self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
+        try:
+            for number, line in enumerate((whose + message).splitlines()):
+                text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)
+                self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
+        except (OSError, ValueError):
+            self._is_cut_off = True  # stderr was closed, or nobody reads it: no reason for a program to end
 
 
 def stderr_console(*, quiet: bool = False) -> Console:

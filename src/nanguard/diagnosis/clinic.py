@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from nanguard.bench import Bench
+from nanguard.diagnosis import autopsy
 from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.live import Live
@@ -131,8 +132,13 @@ class Clinic:
             except Exception as error:
                 log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
-            return self._by_tracing(diagnosis or _of_nothing(reading), reading)
+            told = None if window.remains is None else self._by_its_graph(window, reading, past)
+            return self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
         return diagnosis
+
+    def _by_its_graph(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
+        diagnosis = autopsy.read(window.remains, self._bench, self._doctor, window, reading, past)
+        return None if diagnosis.cause == "unknown" else diagnosis
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
         """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
@@ -145,7 +151,7 @@ class Clinic:
             return diagnosis
         self.live.arm()
         note = f"the next {self.live.left} steps are traced as they run"
-        fix = Fix(words=self.advice) if self.advice else diagnosis.fix
+        fix = Fix(words=self.advice) if self.advice and diagnosis.cause == "unknown" else diagnosis.fix
         return replace(diagnosis, notes=(*diagnosis.notes, note), fix=fix)
 
     def _of_calls(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:

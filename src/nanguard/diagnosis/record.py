@@ -52,7 +52,7 @@ Cause = Literal[
 Confidence = Literal["certain", "likely", "guess"]
 """``certain``: an experiment on this very step confirms it. ``likely``: the values say so. ``guess``: little speaks."""
 
-Capture = Literal["step", "module", "live", "update", "none"]
+Capture = Literal["step", "module", "live", "update", "graph", "none"]
 """What could be run again: the whole ``step``; the outermost ``module`` from its inputs and the gradient of its
 output; nothing, but the step was traced ``live``; or ``none``."""
 

@@ -21,6 +21,7 @@ _LIKELY_CALLS = frozenset(
 )
 _POSSIBLE_CALLS = frozenset(("exp", "pow", "norm", "half", "empty", "empty_like", "prod", "cumprod", "square"))
 _DEEPEST = 4
+_OPERATORS: dict[str, type[ast.operator]] = {"div": ast.Div, "pow": ast.Pow, "mul": ast.Mult}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,33 @@ class Program:
                         waiting.append((*part, depth + 1))
         return best
 
+    def lines_behind(self, file: str, line: int, op: str) -> list[Source]:
+        """Those that compute an op on the way to what a line differentiates: ``loss.backward()``."""
+        tree = parsed(file)
+        found: dict[int, Source] = {}
+        for call in ast.walk(tree) if tree is not None else ():
+            if isinstance(call, ast.Call) and last_name(call.func) in ("backward", "grad") and call.lineno == line:
+                for place, statement, value in self._behind(file, call):
+                    if computes(value, op):
+                        found[id(statement)] = source_of_node(place, statement)
+        return list(dict.fromkeys(found.values()))
+
+    def lines_with(self, op: str) -> list[Source]:
+        """Those of the whole program that compute an op."""
+        statements = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
+        found = [source_of_node(file, node) for file, node in self.nodes(*statements) if computes(node, op)]
+        return list(dict.fromkeys(found))
+
+    def _behind(self, file: str, value: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+        seen: set[int] = {id(value)}
+        waiting = [(file, value, value)]
+        while waiting:
+            yield (here := waiting.pop(0))
+            for part in self._made_of(*here):
+                if id(part[2]) not in seen:
+                    seen.add(id(part[2]))
+                    waiting.append(part)
+
     def _risk_of(self, value: ast.AST) -> int:
         uses_one = any(isinstance(each, ast.Name) and each.id in self._constants for each in ast.walk(value))
         return _LITERAL if uses_one else risk_of(value)
@@ -131,6 +159,18 @@ def risk_of(value: ast.AST) -> int:
         elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
             risk = max(risk, _POSSIBLE)
     return risk
+
+
+def computes(value: ast.AST, op: str) -> bool:
+    """Whether an op is in an expression: ``torch.log(p)``, ``p.log()``, ``a / b``."""
+    operator = _OPERATORS.get(op)
+    for each in ast.walk(value):
+        if isinstance(each, ast.Call) and last_name(each.func) == op:
+            return True
+        by_number = isinstance(each, ast.BinOp) and isinstance(each.right, ast.Constant)
+        if operator is not None and isinstance(each, ast.BinOp) and isinstance(each.op, operator):
+            return not (op == "div" and by_number)  # by a number it stays finite
+    return False
 
 
 def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:

@@ -45,6 +45,7 @@ _CAPTURED = {
     "step": "the whole step was replayed",
     "module": "the model was replayed from its captured inputs and the gradient of its output",
     "live": "the step was traced as it ran",
+    "graph": "the loss was taken apart before its backward pass; the line was found by reading the program",
     "update": "the optimizer's update was made again, and taken back",
     "none": "nothing could be replayed",
 }
