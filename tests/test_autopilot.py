@@ -467,6 +467,29 @@ def test_modules_that_join_later_are_looked_after() -> None:
     assert [incident.reading.step for incident in autopilot.incidents] == [4]
 
 
+def test_gradients_that_are_part_of_a_graph() -> None:
+    """``create_graph=True``, as for second derivatives."""
+
+    def train(batches: Batches) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for x, y in batches:
+            optimizer.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of reference cycles
+                F.cross_entropy(model(x), y).backward(create_graph=True)
+            optimizer.step()
+        return everything(model, [optimizer])
+
+    plain = train(make_batches(4))
+    with nanguard.install() as autopilot:
+        assert differences(plain, train(make_batches(4))) == []
+        state = train(poisoned(make_batches(4), 2))
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    assert autopilot.counts["applied"] == 7
+
+
 def test_a_mask_that_moves_is_no_fault() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -35,6 +35,7 @@ LAYERS = [
         "report.diagnosis",
         "report.html.excerpt",
         "report.html.series",
+        "report.repeats",
         "report.sparkline",
         "rng",
         "runlog",

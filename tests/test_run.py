@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ def test_ctrl_c_ends_it_as_ever(tmp_path: Path) -> None:
         process = subprocess.Popen([*by, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+        time.sleep(1)  # it is in its sleep then
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
         ends.append((process.returncode, out, [line for line in err.splitlines() if "nanguard: " not in line]))

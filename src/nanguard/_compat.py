@@ -31,6 +31,12 @@ def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     return norms
 
 
+def foreach_norm_as_is(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Norms in the tensors' own dtype."""
+    norms: Sequence[Tensor] = torch._foreach_norm(tensors)  # type: ignore[arg-type]
+    return norms
+
+
 def torch_total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The very norm ``clip_grad_norm_`` clips by. Public since torch 2.7 as ``get_total_norm``. Does not sync."""
     function: Any = getattr(clip_grad, "_get_total_norm", None) or clip_grad.get_total_norm  # type: ignore[attr-defined]

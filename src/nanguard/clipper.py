@@ -51,6 +51,7 @@ class Clipper:
         """Whether all parameters share one norm."""
         return self._how == "global"
 
+    @torch.no_grad()
     def clip_(self, groups: Sequence[Group], norms: Tensor) -> None:
         if isinstance(self._how, AGC):
             for group in groups:

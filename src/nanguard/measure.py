@@ -115,6 +115,7 @@ class Board:
         self.layout = NO_LAYOUT
         self._sheet = _Sheet(NO_LAYOUT.sizes, device)
 
+    @torch.no_grad()
     def fill_(
         self,
         *,

@@ -106,9 +106,13 @@ def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
     """The variables of the program's functions that are running, the innermost first, and of its main module."""
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            yield frame.f_locals
-            if frame.f_globals is not frame.f_locals:
+            variables = frame.f_locals
+            yield variables
+            if frame.f_globals is not variables:
                 yield frame.f_globals
+                if type(variables) is dict:  # before Python 3.13 the frame keeps this copy, and with it a batch
+                    variables.clear()
+            del variables
         frame = frame.f_back
     main = sys.modules.get("__main__")
     if main is not None:

@@ -17,8 +17,8 @@ from nanguard.naming import unwrapped
 class Switchboard:
     """The outermost modules, and below one that is never called itself those inside it.
 
-    ``begins`` is called before such a call with the identity of the outermost module, ``opens`` gives the list that calls
-    are noted in, None where they are not.
+    ``begins`` is called before such a call with the identity of the outermost module, ``opens`` gives the list that
+    calls are noted in, None where they are not.
     """
 
     def __init__(self, begins: Callable[[int], None], opens: Callable[[], list[Call] | None], ear: Ear) -> None:

@@ -72,6 +72,17 @@ def _is_trusted(optimizer: Optimizer) -> bool:
     return size > _LARGEST_COPY or (is_torchs(optimizer) and not divides_by_zero)
 
 
+class _Borrowed(Undo):
+    """What another pilot has noted, to be put back."""
+
+    def __init__(self, owner: Undo, device: torch.device) -> None:
+        super().__init__(device)
+        self._owner = owner
+
+    def undo_(self) -> None:
+        self._owner.undo_()
+
+
 class Pilot:
     """``crew`` holds all that the optimizer trains; ``roots`` are the modules that the program calls."""
 
@@ -152,9 +163,9 @@ class Pilot:
         """A step begins; what it may change is noted."""
         self.steps.open(rerunnable=False, divisor=1)
 
-    def leave_buffers_to_others(self) -> None:
-        """Where another optimizer trains the same module, one of them is enough to put them back."""
-        self.bench.buffers = Undo(self.bench.device)
+    def leave_buffers_to(self, other: Pilot) -> None:
+        """Where another optimizer trains the same module, one of them is enough to note them."""
+        self.bench.buffers = _Borrowed(other.bench.buffers, self.bench.device)
 
     def note_again(self) -> None:
         """What was noted before is no longer what this step begins with: the program, or others, went on."""

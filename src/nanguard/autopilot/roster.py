@@ -92,8 +92,9 @@ class Roster:
         crew, roots = self._crew(optimizer, names)
         try:
             pilot = Pilot(optimizer, crew, roots, self._settings, name=name, shares=bool(self.pilots))
-            if any(other.bench.model is crew for other in self.pilots):
-                pilot.leave_buffers_to_others()
+            first = next((other for other in self.pilots if other.bench.model is crew), None)
+            if first is not None:
+                pilot.leave_buffers_to(first)
             pilot.open()
         except ValueError as error:
             log.warning("%s is not guarded: %s", kind, error)

@@ -27,6 +27,8 @@ _LONGEST_HEADER = 100_000_000  # the limit of the safetensors format; JSON read 
 _WITHOUT_NAN = {"F4", "F6_E2M3", "F6_E3M2"}  # dtypes of safetensors that cannot hold NaN or Inf; torch may lack them
 # Trainers put these next to the weights: settings and random states, as objects that only running code would read.
 _NO_WEIGHTS = ("training_args.bin", "rng_state*.pth", "random_states_*")
+# What a run keeps of a step that was not finite: its batch is bad, and is kept because it is.
+_INCIDENT, _KEPT = "incident.json", "tensors.safetensors"
 
 
 def check(path: str | os.PathLike[str], *, allow: Iterable[str] = (), progress: Progress | None = None) -> CheckReport:
@@ -54,6 +56,8 @@ def _find(path: Path) -> tuple[list[Path], list[Path]]:
         found.extend(here / name for name in folders if _is_distributed(here / name))
         folders[:] = [n for n in folders if not n.startswith(".") and not _is_distributed(here / n)]
         passed_over.extend(here / n for n in names if any(fnmatch(n, pattern) for pattern in _NO_WEIGHTS))
+        if here != path and {_INCIDENT, _KEPT} <= set(names):
+            passed_over.append(here / _KEPT)
         indexes = [here / name for name in names if name.endswith(_INDEX)]
         shards = {shard for index in indexes for shard in _shards_of(index)}
         files = [here / name for name in names if Path(name).suffix in _SUFFIXES]
@@ -159,7 +163,11 @@ def _open(path: Path) -> Iterator[Source]:
     if path.is_dir():
         os.listdir(path)  # raises where the folder may not be read
         if not _is_distributed(path):
-            raise Unreadable(f"no checkpoint in this folder: nothing that ends in {', '.join(sorted(_SUFFIXES))}")
+            suffixes = ", ".join(sorted(_SUFFIXES))
+            raise Unreadable(
+                f"no checkpoint in this folder: nothing that ends in {suffixes}. Kept incidents, settings and random "
+                "states do not count; name one to check it"
+            )
         yield open_distributed(path)
     elif path.name == ".metadata" and path.is_file():
         yield open_distributed(path.parent)

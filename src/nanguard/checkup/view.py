@@ -36,8 +36,15 @@ def finding_lines(finding: Finding, width: int) -> Iterator[Text]:
         yield from map(Text, _wrapped(f"{name:<7} {printable(words)}", width))
 
 
+def sound_script(script: str) -> Text:
+    """Where nothing was found in the program, whatever was found on the machine."""
+    return Text(f"{printable(script)}: nothing to change", style="bold green")
+
+
 def summary(checkup: Checkup) -> Text:
     number = len(checkup.findings)
+    if not number and checkup.script is not None:
+        return sound_script(checkup.script)
     if not number:
         return Text("nothing to change", style="bold green")
     counts = [(name, sum(f.severity == name for f in checkup.findings)) for name in _STYLES]

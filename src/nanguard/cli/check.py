@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -58,20 +59,34 @@ def check(
             if parts:
                 out.print()
         if report.passed_over and not quiet:
-            names = ", ".join(sorted({Path(name).name for name in report.passed_over}))
-            out.print(f"passed over: {printable(names)} (settings and random states)", markup=False, style="dim")
+            names = ", ".join(_named(report.passed_over))
+            out.print(
+                f"passed over: {printable(names)} (kept incidents, settings and random states)",
+                markup=False,
+                style="dim",
+                soft_wrap=True,
+            )
     files = [file for report in reports for file in report.files]
     status = max((report.status for report in reports), default=0)
     if as_json:
         told = [file.as_dict(everything=everything) for file in files]
         passed_over = [path for report in reports for path in report.passed_over]
-        typer.echo(json.dumps({"schema": 1, "status": status, "files": told, "passed_over": passed_over}, indent=2))
+        problems = [f"{file.path}: {problem}" for file in files for problem in file.problems]
+        error = {"error": "\n".join(problems)} if status == 2 else {}
+        whole = {"schema": 1, "status": status, **error, "files": told, "passed_over": passed_over}
+        typer.echo(json.dumps(whole, indent=2))
     elif len(files) > 1 and not quiet:
         out.print(view.summary(files))
     for pattern in allow or ():
         if not any(fnmatchcase(name, pattern) for file in files for name in file.names):
             typer.echo(f"--allow {pattern!r} matches no tensor", err=True)
     raise typer.Exit(status)
+
+
+def _named(paths: Sequence[str]) -> list[str]:
+    """The names of files, each with how often there is one."""
+    counts = Counter(Path(path).name for path in paths)
+    return [name if count == 1 else f"{name} ({count:,} times)" for name, count in sorted(counts.items())]
 
 
 def _listed_paths(paths: list[str]) -> Iterator[str]:

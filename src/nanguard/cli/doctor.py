@@ -53,5 +53,7 @@ def doctor(
         for line in view.finding_lines(finding, out.width):
             out.print(line, soft_wrap=True)
     out.print()
-    out.print(view.summary(checkup))
+    if told is not None and findings and not seen:
+        out.print(view.sound_script(told), soft_wrap=True)
+    out.print(view.summary(checkup), soft_wrap=True)
     raise typer.Exit(checkup.status)

@@ -25,7 +25,8 @@ def explain(
 ) -> None:
     """Say what happened in a step that was not finite: where it came from, why, and what to do about it.
 
-    Of a run all incidents are listed, the last one in full. Runs nothing that a file holds.
+    Of a run all incidents are listed, the last one in full; those of one fault are told once, with how many they are.
+    Runs nothing that a file holds.
 
     Ends with status 0, or 2 if something could not be read.
     """
@@ -38,19 +39,28 @@ def explain(
         paths, is_run = words.find(path)
     except BundleError as error:
         fail(str(error), as_json=as_json)
-    told, parts, troubles = [], [], []
+    told, troubles, faults = [], [], words.Faults()
     for place in paths:
         try:
             bundle = load(place)
-            told.append(words.as_dict(bundle))
-            in_full = not brief and place == paths[-1] and not as_json
-            parts.append(words.long(bundle) if in_full else words.short(bundle))
+            if as_json:
+                told.append(words.as_dict(bundle))
+            words.short(bundle)
+            faults.add(bundle)
         except BundleError as error:
             troubles.append(str(error))
     if as_json:
-        report = {"schema": 1, "status": 2 if troubles else 0, "incidents": told, "troubles": troubles}
+        wrong = {"error": "\n".join(troubles)} if troubles else {}
+        report = {"schema": 1, "status": 2 if troubles else 0, **wrong, "incidents": told, "troubles": troubles}
         typer.echo(json.dumps(report, indent=2))
     else:
+        parts, listed = [], faults.in_order()
+        for fault in listed:
+            try:
+                in_full = fault is listed[-1] and not brief
+                parts.append(fault.told(words.long(fault.newest) if in_full else words.short(fault.newest)))
+            except BundleError as error:
+                troubles.append(str(error))
         for part in parts:
             out.print(part, markup=False, soft_wrap=True, end="\n\n" if len(parts) > 1 else "\n")
         if not paths:

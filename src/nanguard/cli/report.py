@@ -44,8 +44,9 @@ def report(
     if as_json:
         told = [as_dict(story) for story in made.stories]
         status = 2 if made.troubles else 0
-        print_json = {"schema": 1, "status": status, "report": str(written), "runs": told}
-        typer.echo(json.dumps({**print_json, "troubles": list(made.troubles)}, indent=2))
+        wrong = {"error": "\n".join(made.troubles)} if made.troubles else {}
+        whole = {"schema": 1, "status": status, **wrong, "report": str(written), "runs": told}
+        typer.echo(json.dumps({**whole, "troubles": list(made.troubles)}, indent=2))
     else:
         for story in made.stories:
             name = f"{story.label}: " if len(made.stories) > 1 else ""

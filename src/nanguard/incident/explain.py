@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from nanguard.incident.reader import Bundle, load
 from nanguard.printable import printable
 from nanguard.records import Incident
 from nanguard.report.panel import panel
+from nanguard.report.repeats import likeness
 
 if TYPE_CHECKING:
     from nanguard.incident.rerun import Replayed
@@ -71,6 +72,44 @@ def long(bundle: Bundle) -> str:
         return _clean("\n\n".join(filter(None, parts)))
     except _WRONG as error:
         raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+
+
+@dataclass(slots=True)
+class Fault:
+    """Incidents that are the same again, newest last: only that one is held."""
+
+    newest: Bundle
+    count: int
+    first_step: int
+
+    def told(self, text: str) -> str:
+        """The text about the newest, with the row that counts them all under its headline."""
+        if self.count == 1:
+            return text
+        head, _, rest = text.partition("\n")
+        last = self.newest.outcome.verdict.reading.step
+        row = f"   repeated  {self.count:,} times, first at step {self.first_step:,}, last at step {last:,}"
+        return "\n".join(filter(None, [head, row, rest]))
+
+
+class Faults:
+    """Folds the incidents of a run, one by one."""
+
+    def __init__(self) -> None:
+        self._by_likeness: dict[tuple[Any, ...], Fault] = {}
+
+    def add(self, bundle: Bundle) -> None:
+        """What it is the same as goes to the end, so that the newest comes last. Raises ``BundleError``."""
+        try:
+            key, step = likeness(bundle.outcome), bundle.outcome.verdict.reading.step
+            fault = self._by_likeness.pop(key, None) or Fault(newest=bundle, count=0, first_step=step)
+        except _WRONG as error:
+            raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+        fault.newest, fault.count = bundle, fault.count + 1
+        self._by_likeness[key] = fault
+
+    def in_order(self) -> list[Fault]:
+        return list(self._by_likeness.values())
 
 
 def as_dict(bundle: Bundle) -> dict[str, Any]:

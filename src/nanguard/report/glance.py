@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
 from nanguard.printable import printable
 from nanguard.report.diagnosis import CAUSES
+from nanguard.report.repeats import likeness, refused_at_end
 from nanguard.runs import Event, IncidentRecord, Run, StepRecord
 
 State = Literal["running", "silent", "gone", "halted", "ended"]
@@ -104,6 +105,21 @@ def counts_of(run: Run) -> dict[str, int]:
     }
 
 
+def refused_in_words(run: Run) -> str:
+    """Where the last steps were refused one after the other, that they were; empty where not."""
+    refused = refused_at_end(run.steps)
+    return "" if refused is None else printable(str(refused))
+
+
+def alike(run: Run) -> Iterator[list[IncidentRecord]]:
+    """The incidents of each fault that were answered alike, in order."""
+    groups: dict[tuple[Any, ...], list[IncidentRecord]] = {}
+    for incident in run.incidents:
+        outcome = incident.outcome
+        groups.setdefault((incident.optimizer, outcome.action.response, *likeness(outcome)), []).append(incident)
+    yield from groups.values()
+
+
 def did_in_words(incident: IncidentRecord) -> str:
     return _DID[incident.outcome.action.response]
 
@@ -140,6 +156,7 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
         "steps": max((record.step + 1 for record in last.values()), default=0),
         "rate": next((rate_of(run, steps_of(run, name)) for name in last), None),
         "counts": counts_of(run),
+        "refused": refused_in_words(run),
         "optimizers": {
             name: {
                 "step": record.step,

@@ -248,7 +248,12 @@ def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
     words = "Loss, gradient norm, learning rate and loss scale over the steps. The tables below have the same values."
     yield tag("div", id="chart", role="img", aria_label=words)
     yield tag("noscript", tag("p", "Charts need JavaScript. All else on this page is here without it."))
-    yield tag("p", "Drag to zoom, double-click to see all. A mark opens what happened there.", class_="quiet hint")
+    yield tag(
+        "p",
+        "Drag to zoom, double-click to see all. A mark opens what happened there; marks and lines that would lie on "
+        "each other are drawn once, and come apart when you zoom in.",
+        class_="quiet hint",
+    )
     for story in stories:
         yield values_table(story, named=len(stories) > 1)
 

@@ -12,6 +12,10 @@ _DECADES = 2.0
 """Positive values that span more than this are drawn by their logarithm."""
 
 
+_FLAT = 1e-6
+"""Values that lie within this share of their size are all the same: what is left are roundings."""
+
+
 def columns(points: Iterable[tuple[int, float]], width: int) -> list[list[float]]:
     """The values of points in order, by the column each falls into: at most ``width``, fewer for fewer points.
 
@@ -38,12 +42,20 @@ def sparkline(values: Sequence[float | None], *, ascii_only: bool = False, may_b
     if not finite:
         return " " * len(values)
     low, high = min(finite), max(finite)
-    if may_be_log and low > 0 and math.log10(high) - math.log10(low) > _DECADES:
+    if is_flat(low, high):
+        drawn = [low if v is not None and math.isfinite(v) else None for v in values]
+        high = low
+    elif may_be_log and low > 0 and math.log10(high) - math.log10(low) > _DECADES:
         drawn = [math.log10(v) if v is not None and math.isfinite(v) else None for v in values]
         low, high = math.log10(low), math.log10(high)
     else:
         drawn = [v if v is not None and math.isfinite(v) else None for v in values]
     return "".join(" " if v is None else levels[_level(v, low, high)] for v in drawn)
+
+
+def is_flat(low: float, high: float) -> bool:
+    """Whether what lies between these is one value but for roundings."""
+    return high / 2 - low / 2 <= _FLAT * max(abs(low), abs(high)) / 2
 
 
 def mean_of_finite(values: Iterable[float]) -> float | None:

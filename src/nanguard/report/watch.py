@@ -9,7 +9,7 @@ from rich.text import Text
 
 from nanguard.printable import printable
 from nanguard.report import glance
-from nanguard.report.sparkline import columns, mean_of_finite, sparkline
+from nanguard.report.sparkline import columns, is_flat, mean_of_finite, sparkline
 from nanguard.runs import IncidentRecord, Run, StepRecord
 
 Line = list[tuple[str, str]]
@@ -20,6 +20,9 @@ _LABEL, _VALUE, _RANGE = 9, 10, 20
 _LEAST_CURVE, _MOST_CURVE = 10, 100
 _MOST_GROUPS = 4
 _MOST_OPTIMIZERS = 3
+_FEWEST_FOLDED = 3
+"""Fewer incidents of one fault have a row each."""
+
 _MARK = "\N{MULTIPLICATION SIGN}"
 
 
@@ -31,7 +34,7 @@ def waiting(path: str) -> Text:
 def view(run: Run, now: float, *, width: int, height: int, ascii_only: bool = False) -> Text:
     """The whole view, in at most ``height`` lines of at most ``width`` columns."""
     lines = [_title(run, now, width), *_about(run), []]
-    lines += [*_numbers(run, width, ascii_only), _counts(run), *_troubles(run)]
+    lines += [*_numbers(run, width, ascii_only), _counts(run), *_refused(run), *_troubles(run)]
     lines += _happenings(run, height - len(lines))
     return Text("\n").join(_fitted(line, width, ascii_only) for line in lines[: max(1, height)])
 
@@ -49,7 +52,7 @@ def status_line(run: Run, now: float) -> str:
     rate = _rate(glance.rate_of(run, glance.steps_of(run, names[0]))) if names else ""
     counts = glance.counts_of(run)
     told = [rate, f"{counts['applied']:,} applied", f"{counts['skipped']:,} skipped"]
-    return "; ".join([*parts, ", ".join(filter(None, told))])
+    return "; ".join(filter(None, [*parts, ", ".join(filter(None, told)), glance.refused_in_words(run)]))
 
 
 def incident_line(incident: IncidentRecord) -> str:
@@ -142,7 +145,7 @@ def _curve(
     value, means = points[-1][1], [mean_of_finite(each) for each in columns(points, room)]
     curve = sparkline(means, ascii_only=ascii_only, may_be_log=may_be_log)
     finite = [v for _, v in points if math.isfinite(v)]
-    span = f"{_short(min(finite))} .. {_short(max(finite))}" if finite and min(finite) < max(finite) else ""
+    span = f"{_short(min(finite))} .. {_short(max(finite))}" if finite and not is_flat(min(finite), max(finite)) else ""
     return [
         (f" {label:<{_LABEL}}", "dim"),
         (f"{_short(value):>{_VALUE}}", "bold" if math.isfinite(value) else "bold red"),
@@ -169,6 +172,11 @@ def _counts(run: Run) -> Line:
     return [(f" {'steps':<{_LABEL}}", "dim"), (f"{'':<{_VALUE - 7}}{'   '.join(told)}", "")]
 
 
+def _refused(run: Run) -> Iterator[Line]:
+    if words := glance.refused_in_words(run):
+        yield [(f" {words}", "bold red")]
+
+
 def _troubles(run: Run) -> Iterator[Line]:
     if run.troubles:
         more = f" (and {len(run.troubles) - 1:,} more)" if len(run.troubles) > 1 else ""
@@ -176,10 +184,10 @@ def _troubles(run: Run) -> Iterator[Line]:
 
 
 def _happenings(run: Run, room: int) -> Iterator[Line]:
-    """Incidents and alerts, newest first, as many as there is room for."""
+    """Incidents and alerts, newest first, as many as there is room for; those of one fault in one row."""
     alerts = [event for event in run.events if event.event == "alert"]
-    told = [(i.time, i.reading.step, glance.did_in_words(i), glance.why_in_words(i), "red") for i in run.incidents]
-    told += [(e.time, e.step or 0, "alert", glance.alert_in_words(e), "yellow") for e in alerts]
+    told = [row for group in glance.alike(run) for row in _incident_rows(group)]
+    told += [(e.time, e.step or 0, "alert", glance.alert_in_words(e), "yellow", 1) for e in alerts]
     told.sort(reverse=True)
     room -= 2
     shown = told if len(told) <= room else told[: max(0, room - 1)]
@@ -187,10 +195,21 @@ def _happenings(run: Run, room: int) -> Iterator[Line]:
     yield []
     yield [(f" {incidents}" + (f", {len(alerts):,} alert{'s' * (len(alerts) != 1)}" if alerts else ""), "bold")]
     digits = max((len(f"{step:,}") for _, step, *_ in shown), default=1)
-    for _, step, did, why, style in shown:
+    for _, step, did, why, style, _ in shown:
         yield [(f"  step {step:>{digits},}  ", ""), (did, style), (f"  {why}", "")]
     if len(shown) < len(told):
-        yield [(f"  and {len(told) - len(shown):,} before them", "dim")]
+        yield [(f"  and {sum(count for *_, count in told[len(shown) :]):,} before them", "dim")]
+
+
+def _incident_rows(group: Sequence[IncidentRecord]) -> Iterator[tuple[float, int, str, str, str, int]]:
+    """Time, step, what was done, why, style and how many, of the incidents of one fault."""
+    folded = len(group) >= _FEWEST_FOLDED
+    for incident in group[-1:] if folded else group:
+        did = glance.did_in_words(incident)
+        if folded:
+            did = f"{did} {len(group):,} times since step {group[0].reading.step:,}"
+        why, count = glance.why_in_words(incident), len(group) if folded else 1
+        yield incident.time, incident.reading.step, did, why, "red", count
 
 
 def _short(value: float) -> str:

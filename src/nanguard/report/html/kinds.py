@@ -79,6 +79,13 @@ def kind_of(record: IncidentRecord) -> Kind:
     return KINDS.get("drop" if response in ("apply", "drop_gradients") else response, KINDS["other"])
 
 
+def kinds_of(record: IncidentRecord) -> list[Kind]:
+    """All that a step is marked by: it may have been skipped beside what else was done."""
+    first = kind_of(record)
+    is_skipped = not record.outcome.applied and first.name in ("raise_precision", "lower_lr")
+    return [first, KINDS["skip"]] if is_skipped else [first]
+
+
 def kind_of_event(event: Event) -> Kind:
     return KINDS.get(event.event, KINDS["other"])
 
@@ -101,16 +108,20 @@ def event_in_words(event: Event) -> str:
 
 
 def marks_of(story: Story) -> list[dict[str, Any]]:
-    """Every mark of a run: kind, step, a line to read, and the id of what to open."""
+    """Every mark of a run: kind, step, a line to read, and the id of what to open.
+
+    A step that was skipped while something else was done about it too has a mark of each.
+    """
     targets = story.targets()
     marks = [
         {
-            "kind": kind_of(record).name,
+            "kind": kind.name,
             "x": record.outcome.verdict.reading.step,
             "text": headline(record.outcome),
             "to": targets[place],
         }
         for place, record in enumerate(story.incidents)
+        for kind in kinds_of(record)
     ]
     for place, event in enumerate(story.events):
         if event.step is not None:

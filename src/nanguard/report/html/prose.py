@@ -39,7 +39,7 @@ def as_dict(story: Story) -> dict[str, Any]:
 
 def figures(figures: Figures) -> Iterator[tuple[str, str, str]]:
     """Name, value and a remark, of each key figure."""
-    skipped = f"{share:.2g}% of all" if (share := 100 * figures.skipped / max(figures.steps, 1)) else ""
+    skipped = f"{percent(figures.skipped, figures.steps)} of all" if figures.skipped and figures.steps else ""
     yield "steps", f"{figures.steps:,}", state(figures)
     yield "skipped", f"{figures.skipped:,}", skipped
     yield "incidents", f"{figures.incidents:,}", ""
@@ -48,7 +48,10 @@ def figures(figures: Figures) -> Iterator[tuple[str, str, str]]:
     if figures.backed_off:
         yield "back-offs", f"{figures.backed_off:,}", "of the loss scale"
     if math.isfinite(figures.last_loss):
-        yield "last loss", number(figures.last_loss), f"from {number(figures.first_loss)}"
+        name, first = "last loss", f"from {number(figures.first_loss)}"
+        if figures.last_loss_step is not None:
+            name, first = "last finite loss", f"at step {figures.last_loss_step:,}, {first}"
+        yield name, number(figures.last_loss), first
     yield "time", duration(figures.seconds), rate(figures)
 
 
@@ -95,6 +98,18 @@ def number(value: float) -> str:
     return f"{value:.4g}".replace("e+", "e")
 
 
+def percent(part: int, whole: int) -> str:
+    """``0.25%``, ``99.5%``; ``100%`` only of all of it."""
+    share = 100 * part / whole
+    if part >= whole:
+        return "100%"
+    if share >= 99.95:
+        return "over 99.9%"
+    if 0 < share < 0.01:
+        return "under 0.01%"
+    return f"{share:.1f}%".replace(".0%", "%") if share >= 10 else f"{share:.2g}%"
+
+
 def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -126,6 +141,9 @@ def _steps_sentence(figures: Figures) -> str:
 
 def _spans(story: Story) -> Iterator[Span]:
     yield "", _steps_sentence(story.figures)
+    if refused := story.figures.refused_at_end:
+        words = str(refused)
+        yield from (("", " "), ("strong", f"{words[0].upper()}{words[1:]}."))
     if story.faults:
         yield "", " "
         yield from _first_trouble(story)

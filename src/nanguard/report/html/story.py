@@ -12,6 +12,7 @@ from nanguard.errors import BundleError
 from nanguard.incident.reader import Bundle, load
 from nanguard.rebuild import built
 from nanguard.records import Outcome
+from nanguard.report.repeats import Refused, likeness, refused_at_end
 from nanguard.runs import IncidentRecord
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What can be counted. ``seconds`` is from the first line of the log to the last."""
+    """What can be counted. ``seconds`` is from the first line of the log to the last.
+
+    ``last_loss`` is the last that is finite; where later ones are not, ``last_loss_step`` says of which step it is.
+    """
 
     steps: int
     applied: int
@@ -54,9 +58,11 @@ class Figures:
     incidents: int
     first_loss: float
     last_loss: float
+    last_loss_step: int | None
     seconds: float
     is_over: bool
     halted_at: int | None
+    refused_at_end: Refused | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +136,7 @@ def _incident_of(event: Event) -> IncidentRecord | None:
 def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[Fault, ...], list[str]]:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for place, record in enumerate(incidents):
-        groups.setdefault(_likeness(record), []).append(place)
+        groups.setdefault((record.optimizer, *likeness(record.outcome)), []).append(place)
     faults, troubles = [], []
     for rank, places in enumerate(groups.values()):
         bundle = None
@@ -142,15 +148,6 @@ def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[Fault,
                 troubles.append(str(error))
         faults.append(Fault(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=bundle))
     return tuple(faults), troubles
-
-
-def _likeness(record: IncidentRecord) -> tuple[Any, ...]:
-    """What makes two incidents the same again."""
-    diagnosis, verdict = record.outcome.diagnosis, record.outcome.verdict
-    if diagnosis is None:
-        return record.optimizer, verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
-    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
-    return record.optimizer, verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
 
 
 def kept_in(log: Path, told: str) -> Path | None:
@@ -169,7 +166,7 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
     made = {record.optimizer: record.step + 1 for record in run.steps}
     told = _whole((run.end or {}).get("steps")) if len(made) <= 1 else None
     steps = sum(made.values()) if told is None else told
-    losses = [record.loss for record in run.steps if math.isfinite(record.loss)]
+    finite = [record for record in run.steps if math.isfinite(record.loss)]
     times = [
         *(record.time for record in run.steps),
         *(event.time for event in run.events),
@@ -187,11 +184,13 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
         undone=counts.get("undone", 0),
         rollbacks=counts.get("rolled_back", 0),
         incidents=len(incidents),
-        first_loss=losses[0] if losses else math.nan,
-        last_loss=losses[-1] if losses else math.nan,
+        first_loss=finite[0].loss if finite else math.nan,
+        last_loss=finite[-1].loss if finite else math.nan,
+        last_loss_step=finite[-1].step if finite and finite[-1] is not run.steps[-1] else None,
         seconds=max(times) - min(times) if times else 0.0,
         is_over=run.is_over,
         halted_at=halts[-1] if halts else None,
+        refused_at_end=refused_at_end(run.steps),
     )
 
 

@@ -4,6 +4,9 @@ const timeline = (() => {
   const { runs, panels, kinds, groups, first_at, seen, plain, palette, faded } = curves;
   const GAP = 26;
   const MOST_LINES = 250;
+  const LEAST_APART = 3;
+  const LABEL = 14;
+  const MARK = 8;
   const MOST_ROWS = 16;
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
   const WORTH_LOG = { loss: 200, norm: 50, lr: 30, scale: 3 };
@@ -13,6 +16,7 @@ const timeline = (() => {
   const logs = {};
   const is_one = runs.length === 1;
   let margin = { l: 0, r: 0, t: 16, b: 42 };
+  let lanes = { height: 22, spread: 0.3, above: 0.5, below: 0.5 };
   let width = 1;
   let whole = [0, 1];
   let range = [0, 1];
@@ -28,7 +32,7 @@ const timeline = (() => {
   const line_colour = (run, curve) => `run-${(is_one ? place_of(group_of(run, curve)) : run.number) % 8}`;
   const mark_colour = (run, kind) => (is_one ? `kind-${kind}` : `run-${run.number % 8}`);
   // Marks of several runs lie side by side in their lane.
-  const shift_of = (run) => (is_one ? 0 : (run.number / (runs.length - 1) - 0.5) * 0.6);
+  const shift_of = (run) => (is_one ? 0 : (run.number / (runs.length - 1) - 0.5) * 2 * lanes.spread);
   const shown_runs = () => runs.filter((run) => !hidden.runs.has(run.number));
   const shown_curves = (run, panel) => run.panels[panel.name].filter((curve) => !hidden.groups.has(curve.label));
   const is_seen = (mark) => !hidden.kinds.has(mark.kind) && mark.x >= range[0] && mark.x <= range[1];
@@ -125,13 +129,14 @@ const timeline = (() => {
     ).filter((trace) => trace.x.length);
   }
 
+  // A line for each incident; for those that lie closer than a few pixels, one: all of the width has its lines.
   function guide_lines(colours) {
     const drawn = new Map();
-    const per = ((range[1] - range[0]) / width) * 3;
+    const per = (range[1] - range[0]) * Math.max(LEAST_APART / width, 1 / MOST_LINES);
     for (const run of shown_runs()) {
       for (const mark of run.marks) {
         const at = Math.floor(mark.x / per);
-        if (PASSING.has(mark.kind) || !is_seen(mark) || drawn.has(at) || drawn.size >= MOST_LINES) continue;
+        if (PASSING.has(mark.kind) || !is_seen(mark) || drawn.has(at)) continue;
         const line = { width: 1, color: faded(colours.of(mark_colour(run, mark.kind)), 0.18) };
         drawn.set(at, { type: "line", layer: "below", yref: "paper", x0: mark.x, x1: mark.x, y0: 0, y1: 1, line });
       }
@@ -178,18 +183,44 @@ const timeline = (() => {
     return { ...axis, type: "log", dtick: span < 1.3 ? "D2" : span < 6 ? 1 : undefined };
   }
 
+  // In units of lanes, how far the marks of several runs spread, and what there is above and below them. Where it is
+  // narrow, the name of a lane stands above its marks instead of beside them.
+  function laid_out(is_narrow) {
+    if (!is_narrow) return { height: Math.min(22 + 9 * (runs.length - 1), 60), spread: 0.3, above: 0.5, below: 0.5 };
+    const height = Math.min(36 + 9 * (runs.length - 1), 72);
+    const spread = is_one ? 0 : 0.15;
+    return { height, spread, above: spread + (MARK + LABEL) / height, below: spread + MARK / height };
+  }
+
+  function lane_names(colours) {
+    return kinds.map((kind, lane) => ({
+      text: plain(kind.label),
+      showarrow: false,
+      xref: "paper",
+      x: 0,
+      xanchor: "left",
+      yref: "y",
+      y: lane - lanes.spread - MARK / lanes.height,
+      yanchor: "bottom",
+      borderpad: 0,
+      height: LABEL,
+      font: { size: 11, color: colours.of("ink") },
+    }));
+  }
+
   function draw() {
     box.hidden = !panels.length && !kinds.length;
     if (box.hidden) return;
     leave();
     const colours = palette();
     const is_narrow = box.clientWidth < 640;
-    margin = { l: is_narrow ? 50 : 168, r: is_narrow ? 14 : 24, t: 16, b: 42 };
+    margin = { l: is_narrow ? 56 : 168, r: is_narrow ? 14 : 24, t: 16, b: 42 };
     width = Math.max(120, box.clientWidth - margin.l - margin.r);
-    const lane = Math.min(22 + 9 * (runs.length - 1), 60);
-    const parts = kinds.length ? [{ name: "marks", height: lane * kinds.length + 10 }, ...panels] : panels;
-    const title = is_narrow ? 16 : 0;
-    const total = parts.reduce((sum, part) => sum + part.height + title + GAP, -GAP);
+    lanes = laid_out(is_narrow);
+    const all_lanes = lanes.height * (kinds.length - 1 + lanes.above + lanes.below) + (is_narrow ? 0 : 10);
+    const parts = kinds.length ? [{ name: "marks", height: all_lanes }, ...panels] : panels;
+    const title_of = (part) => (is_narrow && part.name !== "marks" ? 18 : 0);
+    const total = parts.reduce((sum, part) => sum + part.height + title_of(part) + GAP, -GAP);
     const grid = faded(colours.of("line"), 0.7);
     const layout = {
       width: margin.l + width + margin.r,
@@ -217,7 +248,7 @@ const timeline = (() => {
     let top = 1;
     parts.forEach((part, place) => {
       const number = place ? String(place + 1) : "";
-      top -= title / total;
+      top -= title_of(part) / total;
       const axis = {
         domain: [Math.max(0, top - part.height / total), top],
         anchor: "x",
@@ -228,7 +259,9 @@ const timeline = (() => {
       };
       if (part.name === "marks") {
         const words = kinds.map((kind) => (is_narrow ? "" : plain(kind.label)));
-        layout.yaxis = { ...axis, range: [kinds.length - 0.5, -0.5], tickvals: [...kinds.keys()], ticktext: words };
+        const ends = [kinds.length - 1 + lanes.below, -lanes.above];
+        layout.yaxis = { ...axis, range: ends, tickvals: [...kinds.keys()], ticktext: words };
+        if (is_narrow) layout.annotations.push(...lane_names(colours));
         traces.push(...mark_traces(colours));
       } else {
         const mine = line_traces(part, `y${number}`, colours);
@@ -242,7 +275,7 @@ const timeline = (() => {
           y: top,
           xanchor: "left",
           yanchor: is_narrow ? "bottom" : "top",
-          xshift: is_narrow ? -40 : 12 - margin.l,
+          xshift: is_narrow ? 0 : 12 - margin.l,
           font: { size: 12, color: colours.of("ink") },
         });
         traces.push(...mine);
