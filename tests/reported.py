@@ -116,6 +116,17 @@ def write_log(folder: Path, *lines: dict[str, Any]) -> Path:
     return folder
 
 
+def refused_run(folder: Path, *, steps: int = 400, good: int = 2) -> Path:
+    """A run by hand that learns for a few steps, and refuses all the others: three of them answered by more."""
+    lines = [header(), *(step_line(step, loss=1200.0 / (step + 1)) for step in range(good))]
+    for number, step in enumerate(range(good, steps), start=1):
+        response = {3: "raise_precision", 5: "lower_lr", 7: "raise_precision"}.get(number, "skip")
+        told = outcome(step, response=response, diagnosis=hostile_diagnosis("layers.1", step))
+        lines += [step_line(step, loss=math.nan, norms=[math.nan], skipped=True), incident_line(number, told)]
+    counts = {"applied": good, "skipped": steps - good}
+    return write_log(folder, *lines, {"event": "end", "time": 1000.0 + steps / 100, "steps": steps, "counts": counts})
+
+
 def long_run(folder: Path, *, steps: int = 100_000, every: int = 9973) -> Path:
     """A long log by hand: a skip now and then, and one step with a loss of its own in the middle."""
     bad = {step: place for place, step in enumerate(range(every, steps, every), start=1)}

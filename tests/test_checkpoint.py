@@ -183,6 +183,26 @@ def test_a_folder_is_all_that_is_in_it_and_below(tmp_path: Path) -> None:
     assert check(tmp_path / "hf" / "training_args.bin").status == 2  # asked for by name, it is not passed over
 
 
+def test_incidents_that_a_run_has_kept_are_passed_over_unless_asked_for(tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / "a" / "incidents" / "0001"
+    kept.mkdir(parents=True)
+    bad = {"batch.0": torch.tensor([1.0, math.nan])}
+    save_file(bad, kept / "tensors.safetensors")
+    (kept / "incident.json").write_text("{}")
+    torch.save(healthy(), tmp_path / "runs" / "a" / "last.pt")
+    report = check(tmp_path)
+    assert report.status == 0
+    assert [file.path for file in report.files] == [str(tmp_path / "runs" / "a" / "last.pt")]
+    assert report.passed_over == (str(kept / "tensors.safetensors"),)
+    told = run(tmp_path)
+    assert "passed over: tensors.safetensors (kept incidents, settings and random states)" in told.stdout
+    for asked in (kept, kept / "tensors.safetensors"):
+        assert (check(asked).status, check(asked).passed_over) == (1, ())
+    assert "Kept incidents" in only(check(kept.parent)).verdict
+    (kept / "incident.json").unlink()
+    assert check(tmp_path).status == 1  # a file of this name is no incident by itself
+
+
 def test_shards_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
     code = """
         import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -825,6 +845,9 @@ def test_json_is_json_to_the_letter(shelf: Path) -> None:
     assert bad["numbers"] == [{"name": "optimizer.param_groups.0.lr", "value": "nan", "allowed": False}]
     assert good["tensors"] == []
     assert len(torn["problems"]) == 1
+    assert data["error"] == f"{shelf / 'torn.pt'}: {torn['problems'][0]}"
+    assert json.loads(run(shelf / "nope", "--json").stdout)["error"] == f"{shelf / 'nope'}: no such file"
+    assert "error" not in json.loads(run(shelf / "bad.pt", "--json").stdout)
     every = json.loads(run(shelf / "good.pt", "--json", "--all").stdout)["files"][0]["tensors"]
     assert len(every) == 27
 

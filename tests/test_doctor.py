@@ -729,8 +729,11 @@ def test_nothing_to_change_ends_with_status_0(tmp_path: Path) -> None:
     script.write_text(HEAD)
     done = doctor(str(script))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing to change" in done.stdout
+    assert done.stdout.rstrip().endswith(f"{script}: nothing to change")
     assert done.stderr == ""
+    machine = doctor(str(script), CUDA_LAUNCH_BLOCKING="1")
+    assert machine.returncode == 1
+    assert f"\n{script}: nothing to change\n1 thing to change: " in machine.stdout
 
 
 def test_something_to_change_ends_with_status_1_and_names_the_line(bad_script: Path) -> None:
@@ -768,6 +771,7 @@ def test_what_cannot_be_read_ends_with_status_2(flags: list[str], tmp_path: Path
         assert "Traceback" not in result.output
         if flags:
             assert json.loads(result.stdout)["status"] == 2
+            assert path.name in json.loads(result.stdout)["error"]
 
 
 def test_the_status_is_that_of_the_findings() -> None:

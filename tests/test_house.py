@@ -17,6 +17,7 @@ LAYERS = [
     {
         "_compat",
         "autopilot.byhand",
+        "autopilot.census",
         "backup",
         "checkpoint.findings",
         "checkpoint.standins",
@@ -124,6 +125,7 @@ LAYERS = [
         "report.html.story",
     },
     {
+        "autopilot.settings",
         "cli.explain",
         "clipper",
         "diagnosis.blame",
@@ -144,7 +146,7 @@ LAYERS = [
     {"diagnosis.doctor"},
     {"diagnosis.autopsy", "diagnosis.standalone"},
     {"diagnosis.clinic", "incident.rerun"},
-    {"autopilot.settings", "incident.stop", "recovery.casebook"},
+    {"incident.stop", "recovery.casebook"},
     {"cli.replay", "recovery.climber"},
     {"eager", "late"},
     {"steps"},

@@ -291,6 +291,28 @@ def test_a_run_is_told_in_order_and_the_last_in_full(program: Path) -> None:
     assert brief.count("non-finite loss") == 3
 
 
+def test_the_same_fault_again_is_told_once_with_how_often_it_came(program: Path) -> None:
+    first = fail(program)
+    fail(program, "rooted")
+    told = json.loads((first / INCIDENT).read_text())
+    for number in range(3, 60):
+        again = first.parent / f"{number:04}"
+        again.mkdir()
+        told["number"] = number
+        told["outcome"]["verdict"]["reading"]["step"] = number
+        (again / INCIDENT).write_text(json.dumps(told))
+    run_dir = first.parent.parent
+    result = run("explain", run_dir)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.count("   repeated  58 times, first at step 2, last at step 59\n") == 1
+    assert result.stdout.count("repeated") == 1
+    assert result.stdout.index("derivative of a root at zero") < result.stdout.index("step 59 ")
+    assert "from birth to where it showed" in result.stdout  # the newest, in full
+    assert "(59 in " in result.stdout
+    assert run("explain", run_dir, "--brief").stdout.count("repeated  58 times") == 1
+    assert len(json.loads(run("explain", run_dir, "--json").stdout)["incidents"]) == 59
+
+
 def test_as_json_it_is_one_object_without_the_data(program: Path) -> None:
     fail(program)
     fail(program)
@@ -326,6 +348,7 @@ def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
         error = json.loads(run("explain", path, "--json").stdout)
         assert error["status"] == 2
+        assert words in error["error"]
 
 
 def test_one_broken_incident_does_not_hide_the_others(program: Path) -> None:

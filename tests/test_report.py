@@ -30,8 +30,9 @@ from nanguard.records import Outcome
 from nanguard.report import page
 from nanguard.report.html import story as storied
 from nanguard.report.html.excerpt import excerpt
-from nanguard.report.html.kinds import KINDS
+from nanguard.report.html.kinds import KINDS, marks_of
 from nanguard.report.html.markup import Markup, embedded, tag
+from nanguard.report.html.prose import as_dict, figures, percent, plain_summary
 from nanguard.report.html.series import packed
 from nanguard.report.page import make_report, write_report
 from reported import (
@@ -41,6 +42,7 @@ from reported import (
     incident_line,
     outcome,
     real_run,
+    refused_run,
     step_line,
     write_log,
 )
@@ -111,6 +113,80 @@ def unpacked(told: dict[str, Any]) -> list[float]:
         return [told["start"] + place * told["by"] for place in range(told["n"])]
     kind, key = ("f", "f32") if "f32" in told else ("d", "f64")
     return list(struct.unpack(f"<{told['n']}{kind}", base64.b64decode(told[key])))
+
+
+# ---- a run that comes to nothing
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_a_run_that_refused_almost_all_of_its_steps_says_so_first(tmp_path: Path) -> None:
+    report = make_report([refused_run(tmp_path)])
+    (story,) = report.stories
+    sentence = "The last 398 steps in a row were refused: nothing was learned since step 2."
+    assert plain_summary(story).startswith(f"400 steps: 398 skipped, nothing else lost. {sentence} The trouble: ")
+    assert sentence in Outline(report.html).text
+    told = {name: (value, remark) for name, value, remark in figures(story.figures)}
+    assert told["skipped"] == ("398", "99.5% of all")
+    assert told["last finite loss"] == ("600", "at step 1, from 1,200")
+    assert "last loss" not in told
+    assert as_dict(story)["figures"]["refused_at_end"]["count"] == 398
+
+
+@pytest.mark.parametrize(
+    ("steps", "good", "words"),
+    [
+        (4, 0, "All 4 steps were refused: nothing was learned."),
+        (5, 2, "The last 3 steps in a row were refused: nothing was learned since step 2."),
+        (40, 30, "The last 10 steps in a row were refused: nothing was learned since step 30."),
+        (40, 31, ""),
+        (3, 1, ""),
+    ],
+)
+@pytest.mark.usefixtures("no_plotly")
+def test_a_row_of_refused_steps_is_told_where_it_is_long_or_most_of_the_run(
+    steps: int, good: int, words: str, tmp_path: Path
+) -> None:
+    (story,) = make_report([refused_run(tmp_path, steps=steps, good=good)]).stories
+    assert words in plain_summary(story)
+    assert ("refused" in plain_summary(story)) == bool(words)
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_a_gap_in_the_log_is_steps_that_were_applied(tmp_path: Path) -> None:
+    lines = [step_line(step, skipped=True) for step in (*range(50), *range(80, 92))]
+    (story,) = make_report([write_log(tmp_path, header(), *lines)]).stories
+    assert "The last 12 steps in a row were refused: nothing was learned since step 80." in plain_summary(story)
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_the_last_loss_is_called_so_where_it_is_finite(tmp_path: Path) -> None:
+    (story,) = make_report([write_log(tmp_path, header(), *(step_line(step) for step in range(9)))]).stories
+    assert "last loss" in [name for name, _, _ in figures(story.figures)]
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "words"),
+    [
+        (398, 400, "99.5%"),
+        (400, 400, "100%"),
+        (399_999, 400_000, "over 99.9%"),
+        (1, 2, "50%"),
+        (1, 400, "0.25%"),
+        (1, 1_000_000, "under 0.01%"),
+        (12, 97, "12.4%"),
+    ],
+)
+def test_shares_are_told_in_plain_figures(part: int, whole: int, words: str) -> None:
+    assert percent(part, whole) == words
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_every_step_that_the_key_figure_counts_as_skipped_has_its_cross(tmp_path: Path) -> None:
+    (story,) = make_report([refused_run(tmp_path)]).stories
+    marks = marks_of(story)
+    assert {mark["x"] for mark in marks if mark["kind"] == "skip"} == set(range(2, 400))
+    assert [mark["x"] for mark in marks if mark["kind"] == "raise_precision"] == [4, 8]
+    assert [mark["x"] for mark in marks if mark["kind"] == "lower_lr"] == [6]
 
 
 # ---- what is on it

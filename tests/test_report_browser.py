@@ -12,7 +12,7 @@ import pytest
 import nanguard
 from browsing import CHROMEDRIVER, CHROMIUM, browser, complaints, look_at, requests
 from nanguard.report.page import write_report
-from reported import hostile_run, long_run, real_run
+from reported import hostile_run, long_run, real_run, refused_run
 
 pytest.importorskip("selenium", reason="needs selenium")
 if CHROMIUM is None or CHROMEDRIVER is None:
@@ -380,3 +380,40 @@ def test_it_prints_in_light_on_a_page_with_all_cards(driver: Any, one: Path) -> 
         "return [document.getElementById('run0-incident5').open, document.getElementById('chart').layout.paper_bgcolor]"
     )
     assert driver.execute_script(after) == [False, "rgb(24, 28, 34)"], "as before"
+
+
+def test_lines_of_incidents_go_on_to_the_last_of_many(driver: Any, tmp_path: Path) -> None:
+    page = write_report([refused_run(tmp_path)], tmp_path / "report.html")
+    look_at(driver, page)
+    lines = until(driver, "return document.getElementById('chart')._fullLayout?.shapes.map((line) => line.x0)")
+    assert lines[0] == 2
+    assert lines[-1] >= 398
+    assert max(after - before for before, after in zip(lines, lines[1:], strict=False)) <= 4
+    assert len(lines) <= 251
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_on_a_narrow_screen_nothing_in_the_chart_lies_on_anything_else(
+    number: int, driver: Any, runs: list[Path], tmp_path: Path
+) -> None:
+    page = write_report([refused_run(tmp_path), *runs][:number], tmp_path / "report.html")
+    look_at(driver, page, width=500)
+    until(driver, "return document.querySelectorAll('#chart .annotation-text').length")
+    boxes = driver.execute_script(
+        """
+        const texts = document.querySelectorAll('#chart .annotation-text, #chart .ytick text, #chart [class*="y"][class$="tick"] text');
+        const edge = document.getElementById('chart').getBoundingClientRect();
+        return [...new Set(texts)].filter((text) => text.textContent).map((text) => {
+          const box = text.getBoundingClientRect();
+          return [text.textContent, box.left - edge.left, box.right - edge.left, box.top, box.bottom, edge.width];
+        });
+        """
+    )
+    words = [name for name, *_ in boxes]
+    assert {"Loss", "Gradient norm", "Learning rate", "precision raised", "step skipped"} <= set(words)
+    assert len(words) > 12  # the ticks are among them
+    for place, (name, left, right, top, bottom, width) in enumerate(boxes):
+        assert left >= 0, name
+        assert right <= width, name
+        for other, *(left_2, right_2, top_2, bottom_2), _ in boxes[place + 1 :]:
+            assert right <= left_2 or right_2 <= left or bottom <= top_2 + 1 or bottom_2 <= top + 1, (name, other)

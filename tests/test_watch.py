@@ -31,6 +31,7 @@ from nanguard.report.sparkline import BLOCKS, LETTERS, columns, sparkline
 from nanguard.report.watch import status_line, view
 from nanguard.runs import read_run
 from optimizers import ALL
+from reported import header, incident_line, long_run, outcome, refused_run, step_line, write_log
 
 SOURCE = str(Path(nanguard.__file__).parents[1])
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -124,6 +125,9 @@ def test_what_a_curve_looks_like() -> None:
     assert sparkline([-1e308, 0.0, 1e308]) == "▁▅█"
     assert sparkline([5.0, 5.0]) == "▁▁"
     assert sparkline([]) == ""
+    assert sparkline([1e-3, 1e-3 * (1 + 2e-16), 1e-3 * (1 - 2e-16)]) == "▁▁▁"  # roundings are no zigzag
+    assert sparkline([-1e-3, -1.0000001e-3]) == "▁▁"
+    assert sparkline([1.0, 1.00001]) == "▁█"
 
 
 @given(
@@ -203,6 +207,38 @@ class TestOnce:
         ]
         assert max(map(len, lines)) <= 80
         assert run_cli(tmp_path / "runs" / "a" / "run.jsonl", "--once").stdout.splitlines()[1:] == lines[1:]
+
+    def test_incidents_of_one_fault_are_one_row(self, tmp_path: Path) -> None:
+        told = run_cli(refused_run(tmp_path), "--once").stdout.splitlines()
+        place = told.index(" 398 incidents")
+        assert told[place - 2] == " the last 398 steps in a row were refused: nothing was learned since step 2"
+        assert [line[:43].rstrip() for line in told[place + 1 :]] == [
+            "  step 399  skipped 395 times since step 2",
+            "  step   8  precision raised  overflow of f",
+            "  step   6  learning rate lowered  overflow",
+            "  step   4  precision raised  overflow of f",
+        ]
+        run = read_run(tmp_path)
+        assert status_line(run, 2000.0).endswith("; " + told[place - 2].strip())
+        assert view(run, 2000.0, width=80, height=16).plain.splitlines()[-1] == "  and 2 before them"
+        data = json.loads(run_cli(tmp_path, "--json").stdout)
+        assert (len(data["incidents"]), data["refused"]) == (398, told[place - 2].strip())
+
+    def test_other_faults_and_other_answers_stay_apart(self, tmp_path: Path) -> None:
+        steps = [step_line(step, skipped=step % 2 == 1) for step in range(12)]
+        odd = [outcome(step, response="skip" if step < 9 else "lower_lr") for step in range(1, 12, 2)]
+        write_log(tmp_path, header(), *steps, *(incident_line(n, each) for n, each in enumerate(odd, start=1)))
+        told = run_cli(tmp_path, "--once").stdout
+        assert told.splitlines()[-3:] == [
+            "  step 11  learning rate lowered  non-finite loss and gradients",
+            "  step  9  learning rate lowered  non-finite loss and gradients",
+            "  step  7  skipped 4 times since step 1  non-finite loss and gradients",
+        ]
+        assert "refused" not in told
+
+    def test_a_constant_learning_rate_is_a_flat_line(self, tmp_path: Path) -> None:
+        told = run_cli(long_run(tmp_path, steps=1000, every=97), "--once").stdout
+        assert re.search(r"^ lr +0\.001  ▁+ *$", told, re.MULTILINE)
 
     def test_as_json(self, tmp_path: Path) -> None:
         train(tmp_path)

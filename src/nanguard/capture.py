@@ -53,11 +53,26 @@ class Call:
         parts = []
         for place, output in enumerate(outputs):
             gradient = self.gradients[place] if place < len(self.gradients) and not self.gave_nonfinite else None
-            wide = output if output.is_complex() else output.float()
-            parts.append((wide * (1.0 if gradient is None else gradient.detach().to(wide.dtype))).sum())
+            if gradient is None:
+                parts.append((output if output.is_complex() else output.float()).sum())
+            else:
+                parts.append(_Given.apply(output, gradient.detach()))  # type: ignore[no-untyped-call]
         if not parts:
             raise ValueError("the model gave no tensor that a gradient could reach")
         return torch.stack([part.real if part.is_complex() else part for part in parts]).sum()
+
+
+class _Given(torch.autograd.Function):
+    """Zero, with this gradient: nothing is computed that could overflow."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros((), dtype=None if output.is_complex() else torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> Any:
+        return ctx.gradient, None
 
 
 class Ear:

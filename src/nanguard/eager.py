@@ -91,7 +91,9 @@ class Eager:
     def _refuse(self, window: Window, verdict: Verdict) -> None:
         bench = self._bench
         self._climber.fence()
-        bench.buffers.undo_()
+        is_routine = verdict.kind == "overflow" and not verdict.reading.buffers
+        if not (is_routine and bench.scaler is not None and bench.scaler.keeps_buffers):
+            bench.buffers.undo_()
         if bench.scaler is not None:
             bench.scaler.update_(self._bad)
         bench.shield.end_step()

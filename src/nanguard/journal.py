@@ -42,6 +42,9 @@ class Journal:
         self.last: Outcome | None = None
         self.trend = Trend()
         self.recent: deque[Reading] = deque(maxlen=64)
+        self.refused_in_a_row = 0
+        self.moves_schedule = True
+        """Whether a refused step keeps the schedule as well: not where the program moves it."""
         self.numbers: Iterator[int] = itertools.count(1)
         """Where incidents get their numbers from; guards that share a run share it."""
         self._numbers: list[int] = []
@@ -70,6 +73,8 @@ class Journal:
         reading, response = outcome.verdict.reading, outcome.action.response
         if response != "roll_back":
             self.counts["applied" if outcome.applied else _COUNTED[response]] += 1
+        if response != "back_off":
+            self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost
         if self._log is not None:
@@ -137,7 +142,8 @@ class Journal:
             if self._speaks and response != "halt":  # a halt says all this in its error
                 in_a_row = self._in_a_row()
                 level = logging.WARNING if in_a_row < _A_ROW or _is_round(in_a_row) else logging.INFO
-                log.log(level, "%s", panel(incident, path, in_a_row=in_a_row if in_a_row >= _A_ROW else 1))
+                row = in_a_row if in_a_row >= _A_ROW else 1
+                log.log(level, "%s", panel(incident, path, in_a_row=row, schedule=self.moves_schedule))
         except Exception:
             log.exception("step %d: %s, which could not be described", incident.reading.step, response)
 
@@ -181,7 +187,7 @@ class Journal:
 
 def _are_alike(one: Outcome, next_one: Outcome) -> bool:
     """Whether two neighbouring steps were skipped for the same reason."""
-    skips = one.action.response == next_one.action.response == "skip" and one.action.rung == next_one.action.rung
+    skips = one.action.response == next_one.action.response == "skip"
     neighbours = next_one.verdict.reading.step - one.verdict.reading.step == 1
     return skips and neighbours and one.verdict.cause == next_one.verdict.cause
 

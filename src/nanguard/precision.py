@@ -78,6 +78,9 @@ class Scaler:
         self.scale = torch.tensor(options.initial, dtype=torch.float32, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
 
+    keeps_buffers = False
+    """Whether a routine overflow leaves buffers as the step has made them."""
+
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32: an fp16 loss would overflow by the scaling alone."""
         return loss.float() * self.scale

@@ -47,6 +47,16 @@ class Autopilot:
         return self._tower.roster.has_guard
 
     @property
+    def unguarded(self) -> tuple[str, ...]:
+        """Classes of optimizers that could not be guarded."""
+        return tuple(self._tower.roster.unguarded)
+
+    @property
+    def refused_in_a_row(self) -> int:
+        """How many of the last steps were not let through, of the optimizer that fares worst."""
+        return self._tower.roster.refused_in_a_row
+
+    @property
     def num_optimizers(self) -> int:
         """That have been guarded; a program that updates its tensors itself counts as one."""
         return self._tower.roster.num_optimizers

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from nanguard.bench import Bench
 from nanguard.capture import Call
 from nanguard.diagnosis.live import FOREVER
 from nanguard.journal import Journal
+from nanguard.ladder import Halt
 from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.records import Action, Found, Outcome, Reading, Verdict
@@ -70,6 +72,17 @@ def _is_trusted(optimizer: Optimizer) -> bool:
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     divides_by_zero = any(group.get("eps") == 0.0 for group in optimizer.param_groups)
     return size > _LARGEST_COPY or (is_torchs(optimizer) and not divides_by_zero)
+
+
+def _journal(run_dir: Path | None, speaks: bool, name: str) -> Journal:
+    """Without a run log where none can be written: the program goes on, and is guarded."""
+    try:
+        journal = Journal(run_dir, speaks=speaks, optimizer=name)
+    except OSError as error:
+        log.warning("there is no run log, since %s cannot be written to (%s)", run_dir, error.strerror)
+        journal = Journal(None, speaks=speaks, optimizer=name)
+    journal.moves_schedule = False
+    return journal
 
 
 class _Borrowed(Undo):
@@ -119,7 +132,7 @@ class Pilot:
             process_group=group,
             shield=self.shield,
             ranks=ranks,
-            journal=Journal(settings.run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0, optimizer=name),
+            journal=_journal(settings.run_dir if ranks.rank == 0 else None, ranks.rank == 0, name),
         )
         asks = shares or needs_closure(optimizer)
         self.sync = "eager" if asks else choose_sync(settings.sync, self.bench)
@@ -134,7 +147,8 @@ class Pilot:
         )
         self.clinic = self.steps.climber.clinic
         self.clinic.advice = _ADVICE
-        self.clinic.live.patience = FOREVER if settings.trace else TRACED_STEPS
+        goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
+        self.clinic.live.patience = FOREVER if settings.trace else TRACED_STEPS if goes_on else 0
         if settings.trace:
             self.clinic.live.arm()
         if not _is_trusted(optimizer):

@@ -40,6 +40,7 @@ class Roster:
         """That have ever been guarded."""
         self._numbers = itertools.count(1)
         self.has_guard = False
+        self.unguarded: list[str] = []
 
     @property
     def pilots(self) -> list[Pilot]:
@@ -98,9 +99,11 @@ class Roster:
             pilot.open()
         except ValueError as error:
             log.warning("%s is not guarded: %s", kind, error)
+            self.unguarded.append(kind)
             return None
         except Exception:
             log.exception("%s is not guarded: nanguard failed to take it in", kind)
+            self.unguarded.append(kind)
             return None
         self._introduce(pilot)
         vars(optimizer)[_SEAT] = pilot
@@ -164,6 +167,11 @@ class Roster:
         for _, journal in self._seats:
             total.update(journal.counts)  # adding would leave out what is zero
         return total
+
+    @property
+    def refused_in_a_row(self) -> int:
+        """Of the optimizer that fares worst, up to now."""
+        return max((journal.refused_in_a_row for _, journal in self._seats), default=0)
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""

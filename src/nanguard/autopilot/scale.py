@@ -14,6 +14,8 @@ from nanguard.precision import LossScale, Scaler
 class ProgramScaler(Scaler):
     """``scale`` is the program's. A fused optimizer is given scaled gradients, and divides by it in its kernel."""
 
+    keeps_buffers = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(LossScale(), device)
         self.are_scaled = False

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from nanguard.autopilot.entry import Autopilot
 from nanguard.diagnosis.record import Diagnosis
 from nanguard.records import Incident
+from nanguard.report.diagnosis import CAUSES
+
+_LONG = 10
+"""So many refused steps at the end are worth a word."""
 
 
 def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
     """For the last line of ``nanguard run``; ``unsound`` are names of what was not finite at the end."""
+    if not autopilot.num_optimizers and autopilot.unguarded:
+        return f"NOT GUARDED: {', '.join(dict.fromkeys(autopilot.unguarded))} could not be"
     if not autopilot.num_optimizers:
         if autopilot.has_guard:
             return "nothing to do, since the program has a Guard of its own"
@@ -29,6 +35,9 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         told.append("none of them non-finite")
     more = f" and {len(unsound) - 1} more" if len(unsound) > 1 else ""
     told.append(f"NOT FINITE AT THE END: {unsound[0]}{more}" if unsound else "weights and optimizer state finite")
+    row = autopilot.refused_in_a_row
+    if row >= _LONG:
+        told.append(f"the last {row:,} in a row refused: nothing was learned in them")
     return ", ".join(told) + _first(incidents)
 
 
@@ -36,14 +45,14 @@ def _first(incidents: Sequence[Incident]) -> str:
     """The first that says where it came from."""
     if not incidents:
         return ""
-    known = [(each, each.diagnosis) for each in incidents if each.diagnosis is not None]
-    incident, diagnosis = next((k for k in known if k[1].cause != "unknown"), (incidents[0], incidents[0].diagnosis))
-    return f"; first known at step {incident.reading.step:,}{_where(diagnosis)}"
+    known = [each for each in incidents if each.diagnosis is not None and each.diagnosis.cause != "unknown"]
+    if not known or known[0].diagnosis is None:
+        return f"; the first at step {incidents[0].reading.step:,}, its cause unknown"
+    return f"; first known at step {known[0].reading.step:,}: {_why(known[0].diagnosis)}"
 
 
-def _where(diagnosis: Diagnosis | None) -> str:
-    if diagnosis is None:
-        return ""
-    place = f" at {diagnosis.source}" if diagnosis.source is not None else ""
-    op = f" ({diagnosis.op}{place})" if diagnosis.op or place else ""
-    return f": {diagnosis.cause.replace('_', ' ')}{op}"
+def _why(diagnosis: Diagnosis) -> str:
+    probably = "" if diagnosis.is_line_traced else "probably "
+    place = "" if diagnosis.source is None else f"{probably}{diagnosis.source}"
+    where = f"{diagnosis.op} at {place}" if diagnosis.op and place and not probably else place or diagnosis.op
+    return CAUSES[diagnosis.cause] + (f" ({where})" if where else "")

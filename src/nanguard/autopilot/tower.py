@@ -28,6 +28,7 @@ from nanguard.rng import RngState
 log = logging.getLogger("nanguard")
 
 _FEW = 8
+_MOST_LOSSES = 256
 
 
 class Tower:
@@ -92,10 +93,11 @@ class Tower:
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
             self._begin_round()
-            self._round.losses += [getattr(loss, "_nanguard_loss", loss).detach().reshape(()) for loss in losses]
+            self._round.losses += [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
+            del self._round.losses[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
             if all(loss.device.type == "cpu" for loss in losses):  # elsewhere looking would mean waiting
                 self._round.remains = examine_graph(losses, calling_line()) or self._round.remains
-            if not self._seated and not self.roster.has_guard and losses:
+            if not self._seated and not self._is_left_alone and losses:
                 self._hand = self._hand or Hand()
                 self._hand.expect(leaves_of(losses))
 
@@ -150,11 +152,11 @@ class Tower:
         losses = _losses(outputs)
         leaves = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         pairs = list(zip(leaves, grads, strict=False))
-        if self._seated or self.roster.has_guard or not losses or not all(_is_trained(*pair) for pair in pairs):
+        if self._seated or self._is_left_alone or not losses or not all(_is_trained(*pair) for pair in pairs):
             return grads
         with self._at_work("gradients could not be looked at"):
             self._begin_round()
-            self._round.losses += [loss.detach().reshape(()) for loss in losses]
+            self._round.losses += [_alone(loss) for loss in losses]
             self._hand = self._hand or Hand()
             self._hand.expect(leaves)
             with holding(pairs):
@@ -280,6 +282,11 @@ class Tower:
         return self.roster.pilots
 
     @property
+    def _is_left_alone(self) -> bool:
+        """Whether the program has optimizers that are not ours to look after."""
+        return self.roster.has_guard or bool(self.roster.unguarded)
+
+    @property
     def _seated(self) -> list[Pilot]:
         return [pilot for pilot in self.pilots if self._hand is None or pilot is not self._hand.pilot]
 
@@ -375,6 +382,12 @@ def _losses(tensors: Any) -> list[Tensor]:
     """Of what is differentiated, the numbers."""
     several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
+
+
+def _alone(loss: Tensor) -> Tensor:
+    """Without its graph, and without the storage that it may be a small part of."""
+    number = loss.detach().reshape(())
+    return number if _compat.storage_size(number) <= number.element_size() else number.clone()
 
 
 def _is_trained(leaf: Any, grad: Any) -> bool:

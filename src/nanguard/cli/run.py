@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -49,7 +52,7 @@ def run(
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip each parameter group to this gradient norm.")] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Where to write the run log. [default: runs/SCRIPT]")
+        Path | None, typer.Option(file_okay=False, help="Where to write the run log (default: runs/SCRIPT).")
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Follow every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
@@ -72,7 +75,8 @@ def run(
         from nanguard.autopilot.launch import Program
 
         program = Program(script, args or (), is_module=is_module)
-        settings = _settings(program, policy, halt_on_first, max_norm, _place(run_dir, program.name), trace)
+        settings = _settings(program, policy, halt_on_first, max_norm, trace)
+        settings = dataclasses.replace(settings, run_dir=_place(run_dir, program.name))
     except LaunchError as error:
         fail(str(error), as_json=False)
     fly = functools.partial(_fly, program, settings, quiet)
@@ -82,9 +86,7 @@ def run(
         fly()
 
 
-def _settings(
-    program: Program, policy: str | None, halts: bool, max_norm: float | None, run_dir: Path | None, trace: bool
-) -> Settings:
+def _settings(program: Program, policy: str | None, halts: bool, max_norm: float | None, trace: bool) -> Settings:
     from nanguard.autopilot.settings import Settings, patient_policy
     from nanguard.ladder import Halt
     from nanguard.policy import Policy
@@ -95,10 +97,7 @@ def _settings(
             chosen = Policy.recipe(policy)
         except ValueError as error:
             raise typer.BadParameter(f"--policy: {error}") from None
-        max_norm = chosen.max_norm if max_norm is None else max_norm
-    return Settings(
-        policy=chosen, max_norm=max_norm, run_dir=run_dir, trace=trace, script=program.path, argv=program.args
-    )
+    return Settings(policy=chosen, max_norm=max_norm, trace=trace, script=program.path, argv=program.args)
 
 
 def _place(asked: Path | None, name: str) -> Path | None:
@@ -107,15 +106,28 @@ def _place(asked: Path | None, name: str) -> Path | None:
     if path is None:
         launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
         base = Path("runs") / "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
-        path, number = base, 2
-        while not launch and (path / "run.jsonl").exists():  # ranks of one launch share a folder
-            path, number = base.with_name(f"{base.name}-{number}"), number + 1
+        path = base if launch else _claimed(base)  # ranks of one launch share a folder
     path = path.absolute()  # the program may go elsewhere
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if os.access(there, os.W_OK) and there.is_dir():
         return path
     typer.echo(f"nanguard: {there} cannot be written to, so there will be no run log", err=True)
     return None
+
+
+def _claimed(base: Path) -> Path:
+    """The first of ``base``, ``base-2``, ... that is nobody's; made at once, since others may be looking too."""
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if path.is_dir():
+                continue
+        except OSError:
+            pass  # nothing can be written there, which is told by whoever tries
+        return path
+    raise AssertionError("there is always a next number")
 
 
 def _fly(program: Program, settings: Settings, quiet: bool) -> None:
@@ -135,6 +147,9 @@ def _fly(program: Program, settings: Settings, quiet: bool) -> None:
             program.run()
         finally:
             waits.forget()
+            if settings.run_dir is not None and os.getpid() == process:
+                with contextlib.suppress(OSError):
+                    settings.run_dir.rmdir()  # nothing has come into it
             if os.getpid() != process:
                 pass  # a process that the program has forked, and that ends by itself
             elif rank_of_process() == 0:
@@ -153,8 +168,9 @@ def _sum_up(autopilot: Autopilot | None, run_dir: Path | None, quiet: bool) -> N
             unsound = autopilot.unsound()
             autopilot.uninstall()
             told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)
-            where = "" if run_dir is None or not autopilot.num_optimizers else _report(run_dir, incidents)
-        if incidents or not quiet:
+            has_log = run_dir is not None and (run_dir / "run.jsonl").exists()
+            where = _report(run_dir, incidents) if run_dir is not None and has_log else ""
+        if (incidents or not quiet) and sys.stderr is not None:
             print(f"nanguard: {told}{where}", file=sys.stderr)
     except Exception:
         log.exception("what happened could not be summed up")

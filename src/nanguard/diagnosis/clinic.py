@@ -35,8 +35,8 @@ _MOST_REPEATS = 8
 _LOOK_AGAIN_EVERY = 20
 """Of those, one in so many is examined all the same: another fault may look alike."""
 
-_LONGEST_PAUSE = 100
-"""After so many steps without an incident the next one is looked at again."""
+_LONGEST_PAUSE = 1
+"""After more steps than that without an incident the next one is looked at again: it may be another fault."""
 
 
 class Clinic:
@@ -65,8 +65,7 @@ class Clinic:
             self._in_a_row = 0
         if self._last is not None and self._how == "auto" and self._takes_for_the_same():
             note = f"not examined: the {self._in_a_row} before it all ended alike"
-            last = replace(self._last, confidence="guess")
-            return replace(last, step=reading.step, batch=reading.batch, epoch=reading.epoch, samples=(), notes=(note,))
+            return _taken_for(self._last, reading, note)
         diagnosis = None
         if self._is_concerned(reading):
             try:
@@ -144,9 +143,7 @@ class Clinic:
         """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
         found, known = self._traced or ((), None)
         if known is not None and found == reading.found:
-            note = f"not traced: taken for the same as in step {known.step:,}"
-            known = replace(known, step=reading.step, epoch=reading.epoch, batch=reading.batch)
-            return replace(known, samples=(), notes=(note,), confidence="guess")
+            return _taken_for(known, reading, f"not traced: taken for the same as in step {known.step:,}")
         if not self.live.patience:
             return diagnosis
         self.live.arm()
@@ -195,6 +192,15 @@ class Clinic:
         if diagnosis.modules_to_keep:
             self._modules[kind] = diagnosis.modules_to_keep
         self._last = diagnosis
+
+
+def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
+    """What was found before, without what holds of that step alone."""
+    place = known.source
+    because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
+    guess = replace(known, because=because, source=place, confidence="guess", notes=(note,), evidence=(), operands=())
+    guess = replace(guess, samples=(), element=None, chain=(), harmless=(), trail=(), tried=())
+    return replace(guess, step=reading.step, epoch=reading.epoch, batch=reading.batch)
 
 
 def _kind(diagnosis: Diagnosis) -> Kind:

@@ -88,9 +88,9 @@ def ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
 
 def _norms(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
     first = tensors[0]
-    if order == 2.0 and first.device.type == "cpu" and first.dtype is torch.float32:
-        if sum(t.numel() for t in tensors) >= _MANY:
-            return _norms_on_cpu(tensors)
+    is_plain = order == 2.0 and first.device.type == "cpu" and first.dtype is torch.float32
+    if is_plain and sum(t.numel() for t in tensors) >= _MANY:
+        return _norms_on_cpu(tensors)
     if order == math.inf and any(t.numel() == 0 for t in tensors):  # torch has no maximum of nothing
         return [
             _compat.foreach_norm([t], order)[0] if t.numel() else t.new_zeros((), dtype=torch.float64) for t in tensors

@@ -9,6 +9,7 @@ from nanguard.records import Action, Incident, Outcome, Reading, span_in_words
 from nanguard.report.diagnosis import rows as diagnosis_rows
 
 _UNTOUCHED = "weights, optimizer state, buffers and schedule, exactly as before this step"
+_UNTOUCHED_BY_PROGRAM = "weights, optimizer state and buffers, exactly as before this step"
 _CAUSES = {
     "input": "the batch itself holds NaN or Inf",
     "batch": "this batch: the weights still work on one that was good before",
@@ -16,15 +17,15 @@ _CAUSES = {
 }
 
 
-def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) -> str:
-    """The incident in a few lines; ``where`` is the run log, if there is one.
+def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1, schedule: bool = True) -> str:
+    """The incident in a few lines; ``where`` is the run log, if there is one; ``schedule`` says whose that is.
 
     In one line where it is the same again, ``in_a_row`` times in all.
     """
     again = in_a_row > 1
     times = f" ({in_a_row:,} in a row)" if again else ""
     head = f" nanguard  step {incident.reading.step:,}  {headline(incident.outcome, again=again)}{times}"
-    shown = [] if again else rows(incident.outcome, where)
+    shown = [] if again else rows(incident.outcome, where, schedule=schedule)
     return "\n".join([head] + [f"   {name:<9} {text}" for name, text in shown])
 
 
@@ -33,7 +34,7 @@ def headline(outcome: Outcome, *, again: bool = False) -> str:
     return f"{_noun(outcome)}{' again' * again}: {_headline(outcome)}"
 
 
-def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
+def rows(outcome: Outcome, where: str | None = None, *, schedule: bool = True) -> list[tuple[str, str]]:
     """Name and text of each row under the headline."""
     reading = outcome.verdict.reading
     told = [("found", _found(outcome))]
@@ -55,7 +56,7 @@ def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
     if outcome.did:
         told.append(("done", outcome.did))
     if not outcome.applied and outcome.action.response not in ("roll_back", "raise_precision", "lower_lr"):
-        told.append(("kept", _UNTOUCHED))
+        told.append(("kept", _UNTOUCHED if schedule else _UNTOUCHED_BY_PROGRAM))
     if outcome.rerun:
         told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
     if outcome.lost and outcome.action.response == "roll_back":

@@ -27,7 +27,9 @@ class Refused:
         whose = f" of {self.optimizer}" if self.optimizer else ""
         if self.is_all:
             return f"all {self.count:,} steps{whose} were refused: nothing was learned"
-        return f"the last {self.count:,} steps{whose} in a row were refused: nothing was learned since step {self.since:,}"
+        return (
+            f"the last {self.count:,} steps{whose} in a row were refused: nothing was learned since step {self.since:,}"
+        )
 
 
 def refused_at_end(steps: Sequence[StepRecord]) -> Refused | None:

@@ -117,11 +117,11 @@ def marks_of(story: Story) -> list[dict[str, Any]]:
         {
             "kind": kind.name,
             "x": record.outcome.verdict.reading.step,
-            "text": headline(record.outcome),
+            "text": headline(record.outcome) if rank == 0 else "this step was skipped as well",
             "to": targets[place],
         }
         for place, record in enumerate(story.incidents)
-        for kind in kinds_of(record)
+        for rank, kind in enumerate(kinds_of(record))
     ]
     for place, event in enumerate(story.events):
         if event.step is not None:
