@@ -944,6 +944,22 @@ def test_an_optimizer_that_is_not_torchs_is_looked_at_from_the_first_update_on()
     assert incident.diagnosis.source.text == 'self.param_groups[0]["params"][0].mul_(NAN)'
 
 
+class KeepsBest(SGD):
+    """Its state begins with Inf."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("best", torch.tensor(INF))
+        return super().step(closure)
+
+
+def test_state_may_begin_with_infinity() -> None:
+    with nanguard.install() as autopilot:
+        program(lambda params: KeepsBest(params, lr=0.01), make_batches(5))
+    assert autopilot.counts["applied"] == 5
+
+
 def test_optimizers_that_step_inside_backward() -> None:
     """One for each parameter, to have no gradients of the whole model at once."""
 

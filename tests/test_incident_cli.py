@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -297,7 +298,7 @@ def test_the_same_fault_again_is_told_once_with_how_often_it_came(program: Path)
     told = json.loads((first / INCIDENT).read_text())
     for number in range(3, 60):
         again = first.parent / f"{number:04}"
-        again.mkdir()
+        shutil.copytree(first, again)
         told["number"] = number
         told["outcome"]["verdict"]["reading"]["step"] = number
         (again / INCIDENT).write_text(json.dumps(told))

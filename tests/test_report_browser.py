@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -388,7 +389,7 @@ def test_lines_of_incidents_go_on_to_the_last_of_many(driver: Any, tmp_path: Pat
     lines = until(driver, "return document.getElementById('chart')._fullLayout?.shapes.map((line) => line.x0)")
     assert lines[0] == 2
     assert lines[-1] >= 398
-    assert max(after - before for before, after in zip(lines, lines[1:], strict=False)) <= 4
+    assert max(after - before for before, after in pairwise(lines)) <= 4
     assert len(lines) <= 251
 
 
@@ -401,9 +402,10 @@ def test_on_a_narrow_screen_nothing_in_the_chart_lies_on_anything_else(
     until(driver, "return document.querySelectorAll('#chart .annotation-text').length")
     boxes = driver.execute_script(
         """
-        const texts = document.querySelectorAll('#chart .annotation-text, #chart .ytick text, #chart [class*="y"][class$="tick"] text');
+        const ticks = '.ytick, .y2tick, .y3tick, .y4tick, .y5tick';
+        const texts = document.querySelectorAll(`#chart .annotation-text, #chart :is(${ticks}) text`);
         const edge = document.getElementById('chart').getBoundingClientRect();
-        return [...new Set(texts)].filter((text) => text.textContent).map((text) => {
+        return [...texts].filter((text) => text.textContent).map((text) => {
           const box = text.getBoundingClientRect();
           return [text.textContent, box.left - edge.left, box.right - edge.left, box.top, box.bottom, edge.width];
         });

@@ -19,11 +19,17 @@ class Backup:
         params = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
         self._params = [(p, p.detach().clone()) for p in params.values()]
         self._optimizers = [(o, _copied_state(o), _options(o)) for o in optimizers]
-        self._bad_before = {id(t) for t in self._tensors() if not _is_finite(t)}
+        before = self._tensors()
+        self._known = {id(t) for t in before}
+        self._bad_before = {id(t) for t in before if not _is_finite(t)}
 
     def is_spoiled(self) -> bool:
-        """Whether anything is non-finite now that was not before. Syncs."""
-        return any(not _is_finite(t) for t in self._tensors() if id(t) not in self._bad_before)
+        """Whether anything is non-finite now that was not before. Syncs.
+
+        State that the step has made may begin with Inf, a best loss, say; nothing begins with NaN.
+        """
+        now = [t for t in self._tensors() if id(t) not in self._bad_before]
+        return any(not _is_finite(t) if id(t) in self._known else bool(torch.isnan(t).any()) for t in now)
 
     def _tensors(self) -> list[Tensor]:
         """What the step may have changed, as it is now."""

@@ -63,8 +63,7 @@ def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found[id(variable)] = variable
+        if type(node).__name__ == "AccumulateGrad":  # a Function of the program's may have a variable too
+            found[id(node.variable)] = node.variable
         todo.extend(following for following, _ in node.next_functions)
     return list(found.values())

@@ -23,7 +23,7 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         return "nothing to guard, since no gradients were computed in this process"
     counts, incidents = autopilot.counts, autopilot.incidents
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
-    total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0)
+    total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
     told = [f"{total:,} step{'' if total == 1 else 's'}"]
     if num_skipped:
         told.append(f"{num_skipped:,} not applied")

@@ -27,9 +27,8 @@ class Refused:
         whose = f" of {self.optimizer}" if self.optimizer else ""
         if self.is_all:
             return f"all {self.count:,} steps{whose} were refused: nothing was learned"
-        return (
-            f"the last {self.count:,} steps{whose} in a row were refused: nothing was learned since step {self.since:,}"
-        )
+        row = f"the last {self.count:,} steps{whose} in a row were refused"
+        return f"{row}: nothing was learned since step {self.since:,}"
 
 
 def refused_at_end(steps: Sequence[StepRecord]) -> Refused | None:
