@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types tests bench docs clean
+.PHONY: demo test lint types tests campaign bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/nanguard demo
@@ -21,6 +21,10 @@ types: $(READY)
 
 tests: $(READY)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The long campaigns whole; `make test` runs a slice of each.
+campaign: $(READY)
+	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest -n 2 --dist worksteal --campaign
 
 # On a machine with an NVIDIA GPU.
 bench: $(READY)

@@ -10,7 +10,16 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are all here, and names of hosts may lead elsewhere
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", action="store_true", help="run the long campaigns whole, not a slice of each")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--campaign"):
+        rest = pytest.mark.skip(reason="the rest of a long campaign: make campaign, or pytest --campaign")
+        for item in items:
+            if "campaign" in item.keywords:
+                item.add_marker(rest)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")
         for item in items:

@@ -74,7 +74,7 @@ def program(
 # ---- nothing changes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", ALL)
 def test_a_healthy_program_is_the_plain_program(name: str, accumulate: int) -> None:
     batches = make_batches(8)
@@ -94,6 +94,13 @@ def test_so_it_is_where_the_host_learns_late(name: str) -> None:
         guarded = program(FUSED[name], batches)
     assert differences(plain, guarded) == []
     assert autopilot.counts["applied"] == 8
+
+
+def test_accumulation_is_the_plain_programs() -> None:
+    plain = program(ALL["AdamW foreach"], make_batches(8), accumulate=2)
+    with nanguard.install() as autopilot:
+        assert differences(plain, program(ALL["AdamW foreach"], make_batches(8), accumulate=2)) == []
+    assert autopilot.counts["applied"] == 4
 
 
 def test_a_traced_program_is_the_plain_program() -> None:
@@ -184,7 +191,7 @@ def test_batches_are_let_go_of_when_a_step_is_over() -> None:
 # ---- a bad step changes nothing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("value", [NAN, pytest.param(INF, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", NOT_FUSED)
 def test_a_bad_step_changes_nothing(name: str, value: float) -> None:
     seen: list[Any] = []

@@ -142,7 +142,7 @@ def loader_of(kind: str) -> Any:
         return DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
     if kind == "workers":
         # Not forked: this process has threads, whose locks a forked one would find taken for ever.
-        return DataLoader(data, batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="spawn")
+        return DataLoader(data, batch_size=8, shuffle=True, num_workers=1, multiprocessing_context="spawn")
     if kind == "stream":
         return DataLoader(Stream(), batch_size=8)
     if kind == "distributed":
@@ -226,8 +226,8 @@ def test_a_batch_may_make_several_steps(at: int, sync: str, style: str) -> None:
 
 
 def test_with_workers_too() -> None:
-    clean, _, _ = run("workers", sync="eager", fault=False)
-    state, guard, _ = run("workers", sync="eager", fault=True)
+    clean, _, _ = run("workers", sync="eager", fault=False, epochs=2)
+    state, guard, _ = run("workers", sync="eager", fault=True, epochs=2)
     assert guard.counts["rolled_back"] == 1
     assert differences(clean, state) == []
 

@@ -122,6 +122,21 @@ FAULTY = [
     Faulty("vae", {"exp"}, {"exp_overflow"}),
 ]
 
+REST = {
+    *(
+        "actor_critic",
+        "amp_records",
+        "ensemble",
+        "functional",
+        "house_prices",
+        "last_batch",
+        "listings",
+        "meta_learning",
+    ),
+    *("polynomial", "recurrent", "resume", "rotations", "siamese_trainer", "two_towers", "unit_vectors"),
+}
+"""Run in the whole campaign only."""
+
 COLD = {"actor_critic", "careful", "compiled", "listings", "logistic_regression", "retrieval.train", "spawned"}
 """Started as a user starts them: what is special about them has to do with how a program begins and ends."""
 
@@ -238,6 +253,8 @@ def each_of(programs: list[Any]) -> pytest.MarkDecorator:
     params = []
     for case in programs:
         marks = list(getattr(case, "marks", ()))
+        if str(case) in REST:
+            marks.append(pytest.mark.campaign)
         if wrong := KNOWN.get((type(case), str(case))):
             marks.append(pytest.mark.xfail(reason="; ".join(wrong), strict=True))
         params.append(pytest.param(case, id=str(case), marks=marks))
@@ -288,11 +305,14 @@ def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(
     diagnoses = [incident.diagnosis for incident in run.incidents if incident.diagnosis is not None]
     known = [each for each in diagnoses if each.cause != "unknown"]
     assert known
+    assert any(each.source is not None for each in known)
     for each in known:  # all of them: one that is wrong is worse than none
         assert each.cause in case.causes
         assert each.op in case.ops
         assert each.phase in case.phases
-        assert each.source is not None
+        if each.source is None:
+            assert each.capture == "graph"  # two lines of the program could have done it
+            continue
         assert (Path(each.source.file).name, each.source.line) in [(case.file.name, line) for line in case.lines]
 
 

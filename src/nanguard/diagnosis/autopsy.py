@@ -55,6 +55,7 @@ class Remains:
 
     op: str
     again: Callable[[], Tensor] | None
+    became_nan: bool
     backward_at: Place | None
 
 
@@ -65,7 +66,7 @@ def examine_graph(losses: Iterable[Tensor], backward_at: Place | None) -> Remain
             if not look(loss).is_finite and loss.grad_fn is not None:
                 found = _first_birth(loss.grad_fn)
                 if found is not None:
-                    return Remains(*found, backward_at)
+                    return Remains(*found, look(loss).has_nan, backward_at)
     except Exception:  # what a node keeps is torch's own affair
         log.info("the graph of a loss could not be taken apart", exc_info=True)
     return None
@@ -76,6 +77,8 @@ def read(remains: Remains, bench: Bench, doctor: Doctor, window: Window, reading
     diagnosis = _by_running_it(remains, bench, doctor, window, past)
     if diagnosis is None:
         cause, words = _BY_RESULT.get(remains.op, ("unknown", "no operand of it was kept"))
+        if remains.op == "div" and remains.became_nan:  # x / 0 is Inf
+            cause = "zero_over_zero"
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
     source = _line_of(remains)
     return replace(

@@ -3,7 +3,8 @@
 A norm in the gradients' own dtype squares them there: fp16 ``[6e4, 6e4]`` has norm Inf, fp32 overflows above
 1.8e19 and loses everything below 1e-23. Here all squares are summed in float64, which holds the square of any
 fp16, bf16 or fp32 number; float64 tensors are divided by their largest element first. So a norm is finite
-exactly when its tensor is, and one number says whether a gradient is sound.
+exactly when its tensor is, and one number says whether a gradient is sound. On a CPU, where float64 is slow, many fp32
+numbers are summed in fp32 first, and in float64 where that was too narrow.
 """
 
 from __future__ import annotations
