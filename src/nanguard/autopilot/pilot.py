@@ -316,7 +316,8 @@ class Pilot:
         losses = list(this.losses)
         if len(losses) < 2 or self.sync == "late":
             return losses
-        good = [loss for loss in losses if bool(torch.isfinite(loss))]
+        flags = torch.isfinite(torch.stack([loss.double().to(self.bench.device) for loss in losses])).tolist()
+        good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         return losses if len(good) in (0, len(losses)) or self.has_bad_gradients() else good
 
     def _follow(self) -> None:
