@@ -164,12 +164,9 @@ class Pilot:
     def is_tracing(self) -> bool:
         return self.clinic.live.is_on
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Around all that the program does in a step."""
-        return self._tracing()
-
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
+        """Around all that the program does in a step."""
         with _compat.without_compilation(), self.clinic.live.following():
             yield
 

@@ -47,16 +47,16 @@ class Roster:
         """Of optimizers that are still there."""
         pilots = [ref() for ref, _ in self._seats]
         if None in pilots:
-            self._part_with_the_gone()
+            self._part_with(None)
         return [pilot for pilot in pilots if pilot is not None]
 
-    def _part_with_the_gone(self) -> None:
-        """A program may make thousands of optimizers: of those that are gone only what became of them is kept."""
+    def _part_with(self, whom: Pilot | None) -> None:
+        """A pilot, or with None those that are gone: a program may make thousands. What became of them is kept."""
         for ref, journal in self._seats:
-            if ref() is None:
+            if ref() is whom:
                 self._past.update(journal.counts)
                 self._past_incidents += journal.incidents
-        self._seats = [seat for seat in self._seats if seat[0]() is not None]
+        self._seats = [seat for seat in self._seats if seat[0]() is not whom]
 
     @property
     def expects_somebody(self) -> bool:
@@ -145,12 +145,7 @@ class Roster:
 
     def dismiss(self, pilot: Pilot) -> None:
         vars(pilot.optimizer).pop(_SEAT, None)
-        self._part_with_the_gone()
-        for ref, journal in self._seats:
-            if ref() is pilot:
-                self._past.update(journal.counts)
-                self._past_incidents += journal.incidents
-        self._seats = [seat for seat in self._seats if seat[0]() is not pilot]
+        self._part_with(pilot)
 
     # ---- what became of them -------------------------------------------------------------------------------------
 

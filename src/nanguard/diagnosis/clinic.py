@@ -196,9 +196,8 @@ class Clinic:
 
 def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
     """What was found before, without what holds of that step alone."""
-    place = known.source
     because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
-    guess = replace(known, because=because, source=place, confidence="guess", notes=(note,), evidence=(), operands=())
+    guess = replace(known, because=because, confidence="guess", notes=(note,), evidence=(), operands=())
     guess = replace(guess, samples=(), element=None, chain=(), harmless=(), trail=(), tried=())
     return replace(guess, step=reading.step, epoch=reading.epoch, batch=reading.batch)
 
