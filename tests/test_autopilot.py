@@ -132,7 +132,7 @@ def test_objects_are_what_they_were() -> None:
         file = io.BytesIO()
         torch.save(model, file)
         assert b"nanguard" not in file.getvalue()
-    assert "nanguard" not in inspect.getfile(inspect.unwrap(AdamW.step))
+    assert inspect.getfile(inspect.unwrap(AdamW.step)).startswith(str(Path(torch.__file__).parent))
 
 
 def test_afterwards_everything_is_taken_back() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nanguard
-from helpers import NAN, differences, everything, own_step, poisoned
+from helpers import NAN, NO_BF16_LSTM, differences, everything, has_bf16_lstm, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
 from nanguard.diagnosis.record import Diagnosis
@@ -535,6 +535,8 @@ def random_data(kind: str, number: int = 60) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [Reads, Sees, Listens])
 def test_a_healthy_run_is_left_alone(kind: Any, precision: Any, caplog: pytest.LogCaptureFixture) -> None:
+    if kind is Listens and precision == "bf16" and not has_bf16_lstm():
+        pytest.skip(NO_BF16_LSTM)
     caplog.set_level("INFO", logger="nanguard")
     ends = []
     for style in ("plain", "step", "own loop"):
@@ -757,3 +759,42 @@ def test_what_checkpointing_computes_again_is_still_the_forward_pass(use_reentra
     assert diagnosis.source is not None
     assert (diagnosis.phase, diagnosis.cause, diagnosis.op) == ("backward", "zero_times_inf", "exp")
     assert "torch.where(h <= 0, torch.exp(h), 1 + h)" in diagnosis.source.text
+
+
+class OnlyOnce(nn.Module):
+    """Fails when a batch comes again, as a kernel that is not there for the precision or shape of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.seen: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if id(x) in self.seen:
+            raise RuntimeError("could not create a primitive descriptor for the forward propagation primitive")
+        self.seen.add(id(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("diagnose", ["auto", "full"])
+@pytest.mark.parametrize("style", ["step", "own loop", "install"])
+def test_a_step_that_cannot_be_run_again_does_not_end_the_run(style: str, diagnose: Any) -> None:
+    torch.manual_seed(0)
+    model = OnlyOnce()
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(8)]
+    batches[3][0][0, 0] = NAN
+    if style == "install":
+        with nanguard.install(diagnose=diagnose) as autopilot:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for batch in batches:
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+        counts = autopilot.counts
+    else:
+        guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=0.1), diagnose=diagnose, precision="fp32")
+        for batch in batches:
+            guard.step(cross_entropy, batch) if style == "step" else own_step(guard, batch)
+        counts = guard.counts
+    assert (counts["applied"], counts["skipped"]) == (7, 1)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

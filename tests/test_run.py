@@ -132,7 +132,15 @@ def test_ctrl_c_ends_it_as_ever(tmp_path: Path) -> None:
     name = script(tmp_path, code)
     ends = []
     for by in (PYTHON, NANGUARD):
-        process = subprocess.Popen([*by, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # A shell that runs us in the background has us ignore SIGINT, and children inherit that.
+        process = subprocess.Popen(
+            [*by, name],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(1)  # it is in its sleep then

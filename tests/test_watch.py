@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -412,7 +413,9 @@ class TestInATerminal:
 
         def spawned(*arguments: str, columns: int = 80, rows: int = 24, **env: str) -> Any:
             command = ["-m", "nanguard", "watch", *arguments]
-            size = {"dimensions": (rows, columns), "encoding": "utf-8", "timeout": 300}
+            # A shell that runs us in the background has us ignore SIGINT, and children inherit that.
+            obeys: Any = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+            size = {"dimensions": (rows, columns), "encoding": "utf-8", "timeout": 300, "preexec_fn": obeys}
             children.append(pexpect.spawn(sys.executable, command, env=environment(**env), **size))
             return children[-1]
 

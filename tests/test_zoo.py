@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import NO_BF16_LSTM, has_bf16_lstm
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPEN, OWN = sorted((BENCHMARKS / "zoo" / "cases").glob("*.py")), sorted((BENCHMARKS / "zoo" / "own").glob("*.py"))
 
@@ -56,6 +58,8 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("path", OPEN + OWN, ids=lambda path: path.stem)
 def test_what_is_said_about_a_program_is_right(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if "nn.LSTM(" in path.read_text() and 'precision="bf16"' in path.read_text() and not has_bf16_lstm():
+        pytest.skip(NO_BF16_LSTM)
     caplog.set_level(logging.CRITICAL, logger="nanguard")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the programs are written as their authors wrote them
