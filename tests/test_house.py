@@ -83,7 +83,7 @@ LAYERS = [
         "snapshot.copies",
         "snapshot.disk",
     },
-    {"checkpoint.distributed", "checkup.loop", "diagnosis.record", "precision", "salvage"},
+    {"checkpoint.distributed", "checkup.loop", "diagnosis.record", "precision", "salvage", "snapshot.writer"},
     {
         "autopilot.scale",
         "checkpoint.checker",

@@ -192,12 +192,16 @@ def choose_policy(policy: Any) -> Policy:
     return policy or Policy()
 
 
-def choose_snapshots(snapshots: Any, policy: Policy) -> Snapshots | None:
-    """What the user chose; ``"auto"`` takes them where the ladder has a use for them, as far back as it may go."""
+def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Snapshots | None:
+    """What the user chose; ``"auto"`` takes them where the ladder has a use for them, as far back as it may go.
+
+    From a GPU half as often: the way to host memory may take longer than the passes of a short step, and what it takes
+    longer the step waits.
+    """
     if snapshots == "auto":
         back = policy.largest_rollback
-        every = Snapshots().every
-        return Snapshots(keep=max(2, 1 + -(-back // every))) if back else None
+        every = Snapshots().every * (2 if device.type == "cuda" else 1)
+        return Snapshots(every=every, keep=max(2, 1 + -(-back // every))) if back else None
     if snapshots is not None and not isinstance(snapshots, Snapshots):
         raise ValueError(f"snapshots must be a Snapshots object, 'auto' or None, got {snapshots!r}")
     return snapshots

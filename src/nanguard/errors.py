@@ -28,8 +28,9 @@ class NanguardError(Exception):
 class NonFiniteError(NanguardError, ArithmeticError):
     """A step was non-finite and the policy says to halt.
 
-    Raised with weights, optimizer state, buffers and schedule as they were before that step. ``incident`` is
-    the record of it.
+    Raised with weights, optimizer state, buffers and schedule as they were before that step. If these were damaged by
+    then, the newest good snapshot has been put back; if there is none, the message says so. ``incident`` is the record
+    of it.
     """
 
     def __init__(self, message: str, incident: Incident) -> None:

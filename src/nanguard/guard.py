@@ -123,7 +123,7 @@ class Guard:
             self._bench,
             sync=self.sync,
             accumulate=accumulate,
-            snapshots=choose_snapshots(snapshots, policy),
+            snapshots=choose_snapshots(snapshots, policy, self._bench.device),
             diagnose=choose_diagnosis(diagnose),
             bundles=choose_bundles(capture, run_dir, self._bench),
             run_dir=run_dir,
@@ -306,6 +306,8 @@ class Guard:
 
         What the rung ``Rollback`` does by itself. Inside ``guard.epoch`` the data go back too.
         """
+        if self._steps.keeper is not None:
+            self._steps.keeper.agree()
         if not self.snapshots:
             raise ProtocolError(
                 "guard.roll_back() was called and there is no good snapshot: the first is good some steps after it was "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +29,8 @@ from nanguard.rng import RngState
 from nanguard.snapshot.keeper import Keeper
 from nanguard.snapshot.options import Snapshots
 from nanguard.window import LossFn, Microbatch, Window
+
+log = logging.getLogger("nanguard")
 
 
 class Steps:
@@ -121,7 +126,7 @@ class Steps:
         if not self._listens:
             self._listens = True
             self._ear.listen(self.bench.model)
-        with self.climber.clinic.live.watching(), self.bench.precision.autocast():
+        with self._giving_memory_back(), self.climber.clinic.live.watching(), self.bench.precision.autocast():
             yield
 
     def backward(self, window: Window, loss: Tensor) -> None:
@@ -129,7 +134,7 @@ class Steps:
         live = self.climber.clinic.live
         if self.bench.device.type == "cpu" and isinstance(loss, Tensor):  # elsewhere looking would mean waiting
             window.remains = examine_graph([loss], calling_line()) or window.remains
-        with live.watching():
+        with self._giving_memory_back(), live.watching():
             self.bench.backward(window, loss)
         window.live = live.after_backward(loss) or window.live
 
@@ -153,7 +158,7 @@ class Steps:
             self.bench.clear()
             self.bench.journal.counts["lost"] += 1
             return
-        with self.bench.leaving_no_trace():
+        with self._giving_memory_back(), self.bench.leaving_no_trace():
             self.mode.finish(window)
         self._after_step()
 
@@ -196,10 +201,60 @@ class Steps:
         return micro
 
     def _run(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        loss, aux = self.bench.forward_backward(window, micro)
+        loss, aux = self._forward_backward(window, micro)
         window.microbatches.append(micro)
         self.bench.look_back(micro)
         return loss, aux
+
+    # ---- memory that has run out ---------------------------------------------------------------------------------
+
+    def _forward_backward(self, window: Window, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """If memory runs out, it gets back what is held for recovery, and the step is run again, once."""
+        try:
+            return self.bench.forward_backward(window, micro)
+        except torch.OutOfMemoryError:
+            if not (self.climber.give_memory_back() and self._can_run_alone(micro)):
+                raise
+        # Not inside the handler: the error holds all that the failed pass had computed.
+        log.warning("step %d ran out of memory: nanguard gave back what it held, and runs it again", window.step)
+        gc.collect()
+        if self.bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._from_its_beginning(window, micro)
+
+    def _can_run_alone(self, micro: Microbatch) -> bool:
+        """Not if other ranks have gone on, if DDP waits for the rest of a backward pass, or in a CUDA graph."""
+        ddp = isinstance(self.bench.model, DistributedDataParallel)
+        return micro.rng is not None and self.bench.ranks.size == 1 and not ddp
+
+    def _from_its_beginning(self, window: Window, last: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """All micro-batches of a step that was cleared, in the world each had: gradients may hold half of the last."""
+        bench = self.bench
+        for module, training in window.training:
+            module.training = training
+        window.losses.clear()
+        window.flags.clear()
+        window.in_microbatch = False
+        bench.window = window
+        self.mode.note(window)
+        bench.ranks.forget_()
+        for micro in (*window.microbatches, last):
+            if micro.rng is not None:
+                micro.rng.restore(bench.device)
+            enabled, dtype = micro.autocast
+            with torch.autocast(bench.device.type, dtype=dtype, enabled=enabled):
+                loss, aux = bench.forward_backward(window, micro)
+            micro.show(loss)
+        return loss, aux
+
+    @contextlib.contextmanager
+    def _giving_memory_back(self) -> Iterator[None]:
+        """Around what cannot be run again here: the program may catch the error, and try again with more memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.climber.give_memory_back()
+            raise
 
     # ---- the course of an epoch ----------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Pilot:
             self.bench,
             sync=self.sync,
             accumulate=1,
-            snapshots=choose_snapshots("auto", settings.policy),
+            snapshots=choose_snapshots("auto", settings.policy, device),
             diagnose=settings.diagnose,
             bundles=choose_bundles(settings.capture, settings.run_dir, self.bench),
             run_dir=settings.run_dir,

@@ -101,6 +101,8 @@ class Climber:
             return None
         if not journal.trend.has_diverged(rule):
             return None
+        if self.keeper is not None:
+            self.keeper.agree()
         cause = self._cause_of_divergence(window, rule)
         verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(window))
         answer = self._climb(window, verdict)
@@ -115,6 +117,7 @@ class Climber:
     def answer(self, window: Window, reading: Reading) -> Answer:
         """A step that was not finite, and did not change anything."""
         if self.keeper is not None:
+            self.keeper.agree()
             self.keeper.trouble(reading.step)
         damaged = self.damaged()
         reading = replace(reading, damaged=damaged)
@@ -131,6 +134,8 @@ class Climber:
 
     def look(self, window: Window) -> Answer | None:
         """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
+        if self.keeper is not None:
+            self.keeper.agree()
         damaged = self.damaged()
         if not self._bench.ranks.any(bool(damaged)):
             return None
@@ -168,7 +173,8 @@ class Climber:
         then = None if self.keeper is None else self.keeper.saved(name)
         if then is None or then.shape != now.shape:
             return not is_buffer
-        return bool((~torch.isfinite(now.detach()) & torch.isfinite(then.to(now.device))).any())
+        now = now.detach().to(then.device)  # to the copy, not the other way: the device may have no memory to spare
+        return bool((~torch.isfinite(now) & torch.isfinite(then)).any())
 
     def is_sound(self) -> bool:
         """Whether a checkpoint of this would be: all weights and optimizer state finite, no NaN in a buffer. Syncs."""
@@ -186,6 +192,11 @@ class Climber:
         self._places.clear()
         if self.keeper is not None:
             self.keeper.forget()
+
+    def give_memory_back(self) -> bool:
+        """Training has run out of memory: drops what is held of the device's. True if there was anything."""
+        held, self._witness = self._witness is not None, None
+        return (self.keeper is not None and self.keeper.give_back()) or held
 
     @property
     def last_trouble(self) -> int:
@@ -301,7 +312,17 @@ class Climber:
                 return None
             lowered = self.measures.lower_lr(rung.lr, step, None)
             return Answer(verdict, action, "; ".join(filter(None, [raised, lowered])))
+        if action.response == "halt" and verdict.kind == "damage" and verdict.means.snapshots:
+            return self._halt_on_sound_state(verdict, action)
         return Answer(verdict, action)
+
+    def _halt_on_sound_state(self, verdict: Verdict, action: Action) -> Answer:
+        """Before a halt a good snapshot takes the place of a damaged state, which somebody might save."""
+        try:
+            return Answer(verdict, action, self.go_back(verdict.reading.step, Rollback()), went_back=True)
+        except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
+            log.warning("cannot put a snapshot back: %s", error)
+            return Answer(verdict, action)
 
     def _raise_precision(
         self, window: Window, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None

@@ -55,7 +55,8 @@ def rows(outcome: Outcome, where: str | None = None, *, schedule: bool = True) -
         told.append(("dropped", _listed(reading.dropped_gradients)))
     if outcome.did:
         told.append(("done", outcome.did))
-    if not outcome.applied and outcome.action.response not in ("roll_back", "raise_precision", "lower_lr"):
+    acted = outcome.action.response in ("roll_back", "raise_precision", "lower_lr")
+    if not outcome.applied and not acted and outcome.verdict.kind != "damage":
         told.append(("kept", _UNTOUCHED if schedule else _UNTOUCHED_BY_PROGRAM))
     if outcome.rerun:
         told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
@@ -76,11 +77,18 @@ def halt_message(incident: Incident) -> str:
     ranks = f" on {_listed([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
     tried = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
     if outcome.verdict.kind == "damage":
-        kept = (
-            f"Not sound: {_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step. "
-            "Do not save this state; go on from the last good checkpoint (`nanguard check FILE` tells)."
-        )
+        damaged = f"{_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step"
         then = "Next: find out what wrote to them."
+        if outcome.did:
+            kept = (
+                f"Put back: {damaged}, so the newest good snapshot has taken the place of the damaged state "
+                f"({outcome.did}). A checkpoint saved now is sound."
+            )
+        else:
+            kept = (
+                f"Not sound: {damaged}, and there is no good snapshot to put back: this state is damaged. "
+                "Do not save it; go on from the last good checkpoint (`nanguard check FILE` tells)."
+            )
         if not outcome.verdict.means.snapshots:
             then += " Snapshots let a run go back by itself: Guard(..., snapshots=Snapshots())."
     else:
@@ -109,9 +117,15 @@ def _headline(outcome: Outcome) -> str:
         "raise_precision": f"{skipped}, precision raised{_counted(action)}",
         "roll_back": f"rolled back{_counted(action)}",
         "warn": "nothing on the ladder answers it, training goes on",
-        "halt": "training halted, nothing changed",
+        "halt": f"training halted, {_left_by_halt(outcome)}",
         "back_off": f"{skipped}, the loss scale goes down",
     }[action.response]
+
+
+def _left_by_halt(outcome: Outcome) -> str:
+    if outcome.verdict.kind != "damage":
+        return "nothing changed"
+    return "the newest good snapshot put back" if outcome.did else "the state is damaged"
 
 
 def _counted(action: Action) -> str:

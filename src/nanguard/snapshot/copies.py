@@ -1,14 +1,13 @@
 """Copies of a training state, made out of training's way, and put back.
 
 On a GPU the state is read on a stream of its own while forward and backward passes go on. Only a write to what is being
-read has to wait, and ``fence`` makes it wait on the device. A copy to host memory is first made on the device where
-there is room: that takes milliseconds, where the way to the host takes hundreds, and drains behind the next steps.
+read has to wait, and ``fence`` makes it wait on the device. A copy to host memory goes there directly. It needs a few
+MiB of device memory and no more: whatever we held there would be missing when training needs nearly all of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -87,7 +86,7 @@ class Copies:
         copier = self._copier
         here = {name: live[name] for name in self._places if name in live and copier.packs(live[name])}
         if self._done is not None:
-            copier.hold_writes()
+            copier.fence()
             torch.cuda.current_stream(copier.device).wait_event(self._done)
             if self.where == "device":
                 copy_all((tensor, self._views[name]) for name, tensor in here.items())
@@ -104,10 +103,15 @@ class Copies:
             if parcel.goes_as_it_is(live):
                 name = parcel.places[0].name
                 flat(live[name]).copy_(flat(self._views[name]), non_blocking=True)
-            else:
-                image = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._copier.device)
-                image.copy_(parcel.memory, non_blocking=True)
-                copy_all((tensor, view) for view, tensor in parcel.pairs(image, live))
+                continue
+            try:
+                image = self._copier.image(parcel.nbytes)
+            except torch.OutOfMemoryError:
+                self.wait()  # the host waits, and tensors go one by one: a state must not be put back by halves
+                copy_all((live[place.name], self._views[place.name]) for place in parcel.places)
+                continue
+            image.copy_(parcel.memory, non_blocking=True)
+            copy_all((tensor, view) for view, tensor in parcel.pairs(image, live))
 
     def parcels(self, names: Collection[str]) -> list[Parcel]:
         """The copies of ``names`` in lots to travel by."""
@@ -158,24 +162,17 @@ class Copier:
     """Copies the tensors of one device, next to where they are or to host memory.
 
     Tensors that lie elsewhere, such as step counters on the CPU, and those that are no plain tensors are copied at once
-    and stay on their device. ``staging=False``: never by way of spare device memory.
+    and stay on their device.
     """
 
-    def __init__(self, device: torch.device, where: Where, *, staging: bool = True) -> None:
+    def __init__(self, device: torch.device, where: Where) -> None:
         self._on_cuda = device.type == "cuda"
         if self._on_cuda and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.where: Where = where
-        self._staging = staging
         self._reader: Any = _stream(device) if self._on_cuda else None
-        # Apart from the reader, so that the next state need not queue behind the way of the last one to the host.
-        self._drainer: Any = _stream(device) if self._on_cuda and where == "host" else None
         self._read: Any = None
-        self._has_trained = False
-        self._grown = 0  # bytes that torch has reserved for images
-        self._freed: int | None = None  # torch's own count of bytes given back to the driver
-        self._draining: deque[tuple[Any, int]] = deque()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -184,7 +181,7 @@ class Copier:
         packed = {name: tensor for name, tensor in live.items() if self.packs(tensor)}
         on_host = self.where == "host"
         places, sizes = pack(packed, pinned=on_host)
-        chunks = [_pinned(size) if on_host else self._image(size) for size in sizes]
+        chunks = [_pinned(size) if on_host else self.image(size) for size in sizes]
         if not on_host:
             for chunk in chunks:
                 chunk.record_stream(self._reader)
@@ -198,9 +195,6 @@ class Copier:
         From here on these tensors may be written to after a ``fence`` only; those ``at_once`` at any time, since they
         are copied on the current stream itself (buffers, which a forward pass writes to). ``into`` gives its memory,
         and its content is gone.
-
-        A copy to the host goes by way of spare device memory, as far as there is some, once a ``fence`` was called:
-        before the first step nobody knows how much of it training needs.
         """
         self._refuse_capture("take")
         if into is not None and into.fits(live, self):
@@ -227,12 +221,6 @@ class Copier:
 
         To be called right before the optimizers step; does nothing where nothing is being read.
         """
-        self._has_trained = True
-        if self._read is not None:
-            self.hold_writes()
-
-    def hold_writes(self) -> None:
-        """What ``fence`` promises."""
         if self._read is not None:
             self._refuse_capture("fence")
             torch.cuda.current_stream(self.device).wait_event(self._read)
@@ -258,81 +246,23 @@ class Copier:
         return self._read
 
     def _to_host(self, copies: Copies, now: dict[str, Tensor], later: dict[str, Tensor]) -> Any:
-        early = deque((self._image(parcel.nbytes), parcel) for parcel in copies.parcels(now))
-        copy_all(pair for image, parcel in early for pair in parcel.pairs(image, now))
-        staged, straight = self._stage(copies.parcels(later))
-        nbytes = sum(parcel.nbytes for _, parcel in staged)
-        self._reader.wait_stream(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        if copies._done is not None:  # the host memory may still be on its way to hold the state before
+            current.wait_event(copies._done)
+        early, rest = copies.parcels(now), copies.parcels(later)
+        gathered = [parcel.nbytes for parcel in early if not parcel.goes_as_it_is(now)]
+        gathered += [parcel.nbytes for parcel in rest if not parcel.goes_as_it_is(later)]
+        scratch = self.image(max(gathered, default=0))  # memory of the reader's own would stay with that stream
+        _send(copies, early, now, scratch)
+        self._reader.wait_stream(current)
         with torch.cuda.stream(self._reader):
-            copy_all(pair for image, parcel in staged for pair in parcel.pairs(image, later))
-            if straight:
-                if copies._done is not None:  # the host memory may still be on its way to hold the state before
-                    self._reader.wait_event(copies._done)
-                self._go_straight(copies, straight, later)
+            _send(copies, rest, later, scratch)
             self._read = _event(self._reader)
-        self._drainer.wait_event(self._read)
-        with torch.cuda.stream(self._drainer):
-            for images in (early, staged):
-                while images:
-                    image, parcel = images.popleft()
-                    parcel.memory.copy_(image, non_blocking=True)
-                    image.record_stream(self._drainer)
-                    del image  # now, so that torch has it back as soon as this very parcel is on the host
-            done = _event(self._drainer)
-        if nbytes:
-            self._draining.append((done, nbytes))
-        return done
+        scratch.record_stream(self._reader)
+        return self._read
 
-    def _stage(self, parcels: list[Parcel]) -> tuple[deque[tuple[Tensor, Parcel]], list[Parcel]]:
-        """Images on the device for as many parcels as have room, of the current stream's memory; and the others.
-
-        Memory of the reader's own would stay with that stream for good.
-        """
-        staged: deque[tuple[Tensor, Parcel]] = deque()
-        straight: list[Parcel] = []
-        room = self._room()
-        reserved = torch.cuda.memory_reserved(self.device)
-        for parcel in parcels:
-            if parcel.nbytes <= room:
-                try:
-                    staged.append((self._image(parcel.nbytes), parcel))
-                    room -= parcel.nbytes
-                    continue
-                except torch.OutOfMemoryError:
-                    room = 0
-            straight.append(parcel)
-        self._grown += max(0, torch.cuda.memory_reserved(self.device) - reserved)
-        return staged, straight
-
-    def _room(self) -> int:
-        """Bytes to stage in: what the driver has, and what torch has reserved for images before.
-
-        Of what else is reserved, though free right now, training has made use.
-        """
-        if not (self._staging and self._has_trained):
-            return 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        freed = torch.cuda.memory_stats(self.device).get("reserved_bytes.all.freed")
-        if freed != self._freed:  # torch has given memory back to the driver, and nobody knows whose
-            self._grown, self._freed = 0, freed
-        while self._draining and self._draining[0][0].query():
-            self._draining.popleft()
-        return max(0, free - total // 20 + self._grown - sum(nbytes for _, nbytes in self._draining))
-
-    def _go_straight(self, copies: Copies, parcels: list[Parcel], live: dict[str, Tensor]) -> None:
-        """To the host on the reader's stream; small tensors are gathered first, each time in the same memory."""
-        gathered = [parcel for parcel in parcels if not parcel.goes_as_it_is(live)]
-        scratch = self._image(max((parcel.nbytes for parcel in gathered), default=0))
-        for parcel in gathered:
-            image = scratch[: parcel.nbytes]
-            copy_all(parcel.pairs(image, live))
-            parcel.memory.copy_(image, non_blocking=True)
-        for parcel in parcels:
-            if parcel.goes_as_it_is(live):
-                name = parcel.places[0].name
-                flat(copies._views[name]).copy_(flat(live[name]), non_blocking=True)
-
-    def _image(self, nbytes: int) -> Tensor:
+    def image(self, nbytes: int) -> Tensor:
+        """Memory on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _refuse_capture(self, call: str) -> None:
@@ -340,6 +270,18 @@ class Copier:
             raise ProtocolError(
                 f"{call}() was called while a CUDA graph is being captured: copy states between replays, not in them"
             )
+
+
+def _send(copies: Copies, parcels: list[Parcel], live: dict[str, Tensor], scratch: Tensor) -> None:
+    """To the host on the current stream; small tensors are gathered first, each time in the same memory."""
+    for parcel in parcels:
+        if parcel.goes_as_it_is(live):
+            name = parcel.places[0].name
+            flat(copies._views[name]).copy_(flat(live[name]), non_blocking=True)
+        else:
+            image = scratch[: parcel.nbytes]
+            copy_all(parcel.pairs(image, live))
+            parcel.memory.copy_(image, non_blocking=True)
 
 
 @torch.inference_mode(False)

@@ -7,13 +7,10 @@ it, have stayed finite and the loss has not begun to leave its past. A candidate
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,9 +18,9 @@ from nanguard.bench import Bench
 from nanguard.data import Data
 from nanguard.snapshot import memory
 from nanguard.snapshot.copies import Copier, Copies, write_back
-from nanguard.snapshot.disk import DiskStore
 from nanguard.snapshot.options import Snapshots
 from nanguard.snapshot.world import Facts, World
+from nanguard.snapshot.writer import DiskWriter
 from nanguard.window import LAG
 
 log = logging.getLogger("nanguard")
@@ -59,12 +56,15 @@ class Keeper:
         self._spare: Copies | None = None
         self._next = 1
         self._restarted = 0
-        self._disk: _Disk | None = None
+        self._keep, self._where = options.keep, options.where
+        self.is_over = False
+        """Whether no more snapshots are taken, since there is no memory for them."""
+        self._disk: DiskWriter | None = None
         self._copier: Copier | None = None
         if options.where == "disk":
             if folder is None:
                 raise ValueError("Snapshots(where='disk') needs a place to write to: give the guard a run_dir")
-            self._disk = _Disk(folder / f"rank-{bench.ranks.rank}" if bench.ranks.size > 1 else folder)
+            self._disk = DiskWriter(folder / f"rank-{bench.ranks.rank}" if bench.ranks.size > 1 else folder)
         if options.where != "auto":
             self._settle_place()
 
@@ -96,8 +96,8 @@ class Keeper:
         live = {name: t for name, t in self._world.of_model().items() if name in copies.names}
         live = {name: tensor for name, tensor in live.items() if copies[name].shape == tensor.shape}
         now = {name: tensor.detach().clone() for name, tensor in live.items()}
-        copies.put_back(live)
         try:
+            copies.put_back(live)
             yield True
         finally:
             write_back(now, live)
@@ -125,15 +125,22 @@ class Keeper:
                 self._next = 1
 
     def take(self, step: int) -> None:
-        """Takes a snapshot now."""
-        if self._copier is None and not self._settle_place():
+        """Takes a snapshot now. If memory runs out, that is logged, and training goes on with none."""
+        if self.is_over or (self._copier is None and not self._settle_place()):
             return
         assert self._copier is not None
         self._next = step + self._options.every
         if self._disk is not None:
             self._disk.catch_up()  # it reads from the memory that is to be written to
         into, self._spare = self._spare, None
-        copies = self._copier.take(self._world.tensors(), into, at_once=self._world.buffers())
+        try:
+            copies = self._copier.take(self._world.tensors(), into, at_once=self._world.buffers())
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            del into
+            self._go_without(f"the snapshot of step {step} does not fit into memory")
+            return
         facts = {**self._world.facts(), "data": self._data.mark(), "step": step}
         self._candidate = Snapshot(step, facts, copies)
         if self._disk is not None:
@@ -153,9 +160,9 @@ class Keeper:
         if self._disk is not None:
             # One rank may die with a snapshot confirmed that another has not: they then need the one before.
             least = 2 if self._bench.ranks.size > 1 else 1
-            self._disk.confirm(candidate.step, keep=max(self._options.keep, least))
+            self._disk.confirm(candidate.step, keep=max(self._keep, least))
             self._spare, candidate.copies = candidate.copies, None
-        if len(self._good) > self._options.keep:
+        if len(self._good) > self._keep:
             self._spare = self._good.pop(0).copies or self._spare
         self._let_go_of_data()
 
@@ -218,12 +225,54 @@ class Keeper:
         self.trouble(-1)
         self._good, self._next = [], 1
 
+    def give_back(self) -> bool:
+        """Training has run out of memory: drops the ring if it takes the same memory. True if it did."""
+        shares = self._copier is not None and (self._copier.where == "device" or self._bench.device.type == "cpu")
+        held = [each for each in (*self._good, self._candidate) if each is not None and each.copies is not None]
+        if not shares or not (held or self._spare is not None):
+            return False
+        self._go_without("training needs the memory that snapshots take", stays=self._bench.device.type == "cpu")
+        return True
+
+    def agree(self) -> None:
+        """On a bad day: if one rank had no memory left for snapshots, none has any, and all decide by the same."""
+        if self._bench.ranks.any(self.is_over):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Drops what is in memory, and takes no more snapshots."""
+        self.is_over = True
+        for each in (*self._good, self._candidate):
+            if each is not None and each.copies is not None:
+                self._drop(each.copies)
+        if self._spare is not None:
+            self._drop(self._spare)
+        self._candidate = self._spare = None
+        # What is on disk stays there to go back to, unless other ranks have more of it than this one.
+        self._good = self._good if self._disk is not None and self._bench.ranks.size == 1 else []
+
+    def _drop(self, copies: Copies) -> None:
+        if self._disk is not None:
+            self._disk.drain()  # it may be reading them
+        copies.drop()
+
+    def _go_without(self, why: str, *, stays: bool = False) -> None:
+        """Drops the ring. Where one rank alone cannot decide, and where host memory has run out, there is no other."""
+        on_gpu = self._copier is not None and self._copier.where == "device" and self._bench.device.type == "cuda"
+        moves = on_gpu and self._bench.ranks.size == 1
+        self.give_up()
+        self.is_over = not (moves or stays)
+        if moves:
+            self._copier, self._where = None, "auto"
+        then = "no more are taken" if self.is_over else "the next ones are in host memory" if moves else "taken anew"
+        log.warning("%s: those in memory are dropped, and %s", why, then)
+
     def close(self) -> None:
         """Waits for what is being written."""
         if self._disk is not None:
             self._disk.drain()
 
-    def _load(self, disk: _Disk, step: int | None) -> tuple[Facts, int]:
+    def _load(self, disk: DiskWriter, step: int | None) -> tuple[Facts, int]:
         """From disk, on all ranks the same step: one of them may have had to take an older one."""
         ranks = self._bench.ranks
         while True:
@@ -251,125 +300,38 @@ class Keeper:
             self._data.forget_before(min(numbers))
 
     def _settle_place(self) -> bool:
-        """Finds out where the ring goes, and says how much memory it takes. False where there is no room."""
+        """Finds out where the ring goes, and logs how much memory it takes. False if there is no room."""
         options, device = self._options, self._bench.device
         each = memory.expected_state_bytes(self._bench.model, self._bench.shield.optimizers, self._world.tensors())
-        total = each * (options.keep + 1)
-        where = self._roomy(total) if options.where == "auto" else options.where
-        if options.where == "auto":
-            if where is None:
-                self._next = 1 << 62
+        if self._where == "auto":
+            self._keep = self._room_in_host_memory(each)
+            if self._keep == 0:
+                self.is_over = True
                 log.warning(
-                    "no snapshots are taken: %d of %s each would take more than a quarter of the memory that is free. "
-                    "To have them all the same: snapshots=Snapshots(where='disk')",
-                    options.keep + 1,
+                    "no snapshots are taken: the fewest, 2 of %s each, would take more than a quarter of the host "
+                    "memory that is free. To have them all the same: snapshots=Snapshots(where='disk')",
                     memory.human(each),
                 )
                 return False
         else:
             folder = None if self._disk is None else self._disk.folder
-            memory.require_fit(total, options.where, device, folder=folder, each=each, keep=options.keep)
+            total = each * (options.keep + 1)
+            memory.require_fit(total, self._where, device, folder=folder, each=each, keep=options.keep)
+        fewer = f" of {options.keep}, since memory is short," if self._keep < options.keep else ""
         log.info(
-            "snapshots of %s every %d steps, %d kept and one in the making: %s on the %s",
+            "snapshots of %s every %d steps, %d kept%s and one in the making: %s %s",
             memory.human(each),
             options.every,
-            options.keep,
-            memory.human(total),
-            where,
+            self._keep,
+            fewer,
+            memory.human(each * (self._keep + 1)),
+            {"device": f"on {device}", "disk": "on disk"}.get(self._where, "in host memory"),
         )
-        self._copier = Copier(device, "device" if where == "device" else "host")
+        self._copier = Copier(device, "device" if self._where == "device" else "host")
         return True
 
-    def _roomy(self, total: int) -> Literal["device", "host"] | None:
-        """Where the ring takes at most a quarter of what is free, on all ranks."""
-        places: tuple[Literal["device", "host"], ...] = ("device", "host")
-        for where in places:
-            free = memory.free_bytes(where, self._bench.device)
-            fits = free is None or 4 * total <= free
-            if self._bench.ranks.lowest(int(fits)):
-                return where
-        return None
-
-
-class _Disk:
-    """Writes snapshots in a thread of its own, in order; what fails there is said, and never stops the run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._store = DiskStore(folder)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanguard-snapshots")
-        self._last: Future[None] | None = None
-        self._has_waited = False
-        self._is_ours = False
-        if not self._store.is_alone:
-            log.warning(
-                "%s is open elsewhere: two runs must not share a run_dir, they would mix up their states", folder
-            )
-
-    def write(self, step: int, copies: Copies, facts: Facts) -> None:
-        def work() -> None:
-            if not self._is_ours:
-                self._set_aside()
-            copies.wait()
-            self._store.write(step, {name: copies[name] for name in copies.names}, facts)
-
-        self._do(work, f"write the snapshot of step {step}")
-
-    def confirm(self, step: int, *, keep: int) -> None:
-        def work() -> None:
-            self._store.confirm(step)
-            self._store.prune(keep)
-
-        self._do(work, f"keep the snapshot of step {step}")
-
-    def discard(self, step: int) -> None:
-        self._do(lambda: self._store.discard(step), f"remove the snapshot of step {step}")
-
-    def rewind(self, step: int) -> None:
-        self._is_ours = True
-        self._do(lambda: self._store.rewind(step), f"remove what is newer than step {step}")
-
-    def catch_up(self) -> None:
-        """Waits for the snapshot before: all ranks take theirs at the same steps, however slow one of the disks is."""
-        if self._last is not None and not self._last.done():
-            if not self._has_waited:
-                log.warning("training waits for the snapshot before to be on disk: take them less often")
-            self._has_waited = True
-            self.drain()
-
-    def _set_aside(self) -> None:
-        """Snapshots of an earlier run that nobody has resumed: their steps are not this run's, and they stay."""
-        self._is_ours = True
-        old = sorted(self.folder.glob("step-*"))
-        if old:
-            places = (self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1))
-            aside = next(place for place in places if not place.exists())
-            aside.mkdir()
-            for path in old:
-                path.rename(aside / path.name)
-            log.warning(
-                "%s held snapshots of another run, now in %s: guard.resume() goes on from what is there",
-                self.folder,
-                aside,
-            )
-
-    def drain(self) -> None:
-        if self._last is not None:
-            self._last.result()
-
-    def steps(self) -> list[int]:
-        self.drain()
-        return self._store.steps()
-
-    def load(self, step: int | None) -> Any:
-        self.drain()
-        return self._store.load(step)
-
-    def _do(self, work: Callable[[], None], what: str) -> None:
-        def carefully() -> None:
-            try:
-                work()
-            except Exception as error:
-                log.warning("could not %s to %s (%s): the run goes on with the older ones", what, self.folder, error)
-
-        self._last = self._thread.submit(carefully)
+    def _room_in_host_memory(self, each: int) -> int:
+        """How many snapshots can be kept there, the same on all ranks."""
+        ranks = self._bench.ranks
+        free, sharers = memory.free_bytes("host", self._bench.device), memory.sharers_of_host(ranks.size)
+        return ranks.lowest(memory.ring_that_fits(each, keep=self._options.keep, free=free, sharers=sharers))

@@ -61,6 +61,31 @@ def free_bytes(where: Where, device: torch.device, folder: str | os.PathLike[str
     return driver + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def ring_that_fits(each: int, *, keep: int, free: int | None, sharers: int = 1) -> int:
+    """How many snapshots of ``each`` bytes can be kept within a quarter of what is free: ``keep``, fewer, or 0. Pure.
+
+    One more is always in the making. ``sharers`` are the processes that take their share of the same memory.
+    """
+    if free is None:
+        return keep
+    room = free // 4 // max(1, sharers)
+    return max(0, min(keep, room // max(1, each) - 1))
+
+
+def sharers_of_host(num_ranks: int) -> int:
+    """How many of the ranks run on this machine: all of them, unless their launcher says otherwise."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(num_ranks, int(told)) if told.isdigit() and int(told) > 0 else num_ranks
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the device or the host. Pinning memory fails with a plain ``RuntimeError``."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
+
+
 def require_fit(
     total: int,
     where: Where,

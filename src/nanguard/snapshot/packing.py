@@ -16,8 +16,10 @@ _ALIGN = 256
 _CHUNK = 128 << 20
 """Bytes of a chunk. A tensor that is larger gets a larger chunk, never pieces: each copy can be seen as one tensor."""
 
-_PARCEL = 32 << 20
-"""Up to this size tensors go between device and host together, from half of it on alone."""
+_PARCEL = 8 << 20
+"""Up to this size tensors go between device and host together, from half of it on alone.
+
+It is also the device memory that a copy to the host needs."""
 
 
 @dataclass(frozen=True, slots=True)
