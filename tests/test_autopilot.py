@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned, same
-from nanguard import Halt, Policy, Skip
+from nanguard import Halt, Policy, Rollback, Skip
 from nanguard.autopilot.pilot import Pilot
 from optimizers import ALL, FUSED, NOT_FUSED
 
@@ -927,6 +927,30 @@ def test_damage_is_rolled_back() -> None:
     state = everything(model, [optimizer])
     assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
     assert autopilot.counts["rolled_back"] == 1
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "AdamW foreach"])
+def test_a_halt_on_damage_leaves_the_newest_good_snapshot(name: str) -> None:
+    policy = Policy([Rollback(times=1, per="run"), Halt()], divergence=None, max_norm=None)
+    with nanguard.install(policy=policy, diagnose="off") as autopilot:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = ALL[name](model.parameters())
+
+        def train() -> None:
+            for number, (x, y) in enumerate(make_batches(90)):
+                if number in (60, 75):
+                    model.inp.weight.data[0, 0] = NAN
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        with pytest.raises(nanguard.NonFiniteError, match=r"(?s)damaged state.*Put back: .*A checkpoint saved now is"):
+            train()
+        state = everything(model, [optimizer])
+    assert all(torch.isfinite(value).all() for value in state.values() if isinstance(value, Tensor))
+    assert autopilot.counts["rolled_back"] == 1
+    assert autopilot.counts["halted"] == 1
 
 
 class Broken(SGD):

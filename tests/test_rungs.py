@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import NAN, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard import (
     Guard,
     Halt,
@@ -26,6 +26,7 @@ from nanguard import (
     Skip,
     Snapshots,
 )
+from nanguard.report.panel import headline, rows
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -343,8 +344,57 @@ def test_damage_without_a_snapshot_halts_at_once_and_says_so(sync: str) -> None:
         for batch in guard.epoch(make_batches(20)):
             guard.step(loss_fn, batch)
     assert "Not sound: model.out.weight were non-finite before this step" in str(caught.value)
+    assert "no good snapshot to put back: this state is damaged" in str(caught.value)
     assert "nanguard check" in str(caught.value)
     assert not guard.can_save()
+
+
+@pytest.mark.parametrize("style", ["step", "own loop"])
+@pytest.mark.parametrize("into", ["weight", "optimizer_state"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_halt_on_damage_leaves_the_newest_good_snapshot(sync: str, into: Any, style: str) -> None:
+    """All of it: weights, moments, buffers, the schedule, random states."""
+    name = "out.weight" if into == "weight" else "out.weight.exp_avg"
+    fault = Fault(into=into, name=name, value="nan", steps=(27,), times=1)
+    model, opt = build(ALL["fused AdamW"])
+    schedule = lr_scheduler.CosineAnnealingLR(opt, 100)
+    policy = Policy([Skip(3, per=100), Halt()])
+    guard = Guard(model, opt, scheduler=schedule, precision="fp32", sync=sync, policy=policy, snapshots=RING)
+    seen: dict[int, Any] = {}
+
+    def train() -> None:
+        for place, batch in enumerate(guard.epoch(make_batches(60))):
+            seen[place] = everything(model, [opt], schedule, torch.get_rng_state())
+            guard.step(loss_fn, batch) if style == "step" else own_step(guard, batch)
+
+    with inject(guard, fault), pytest.raises(NonFiniteError, match="damaged state at step 2") as caught:
+        train()
+    newest = guard.snapshots[-1]
+    assert differences(seen[newest], everything(model, [opt], schedule, torch.get_rng_state())) == []
+    assert guard.can_save()
+    assert "Put back: " in str(caught.value)
+    assert f"(back to the state before step {newest}; " in str(caught.value)
+    assert "A checkpoint saved now is sound." in str(caught.value)
+    assert "Not sound" not in str(caught.value)
+    outcome = caught.value.incident.outcome
+    assert headline(outcome) == "damaged state: training halted, the newest good snapshot put back"
+    assert "kept" not in dict(rows(outcome))
+
+
+def test_a_halt_on_damage_at_the_end_of_an_epoch_too() -> None:
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", policy=Policy([Halt()]), snapshots=RING)
+
+    def train() -> None:
+        for place, batch in enumerate(guard.epoch(make_batches(40))):
+            guard.step(loss_fn, batch)
+            if place == 39:
+                with torch.no_grad():
+                    model.out.weight.fill_(NAN)
+
+    with pytest.raises(NonFiniteError, match=r"(?s)damaged state.*Put back: "):
+        train()
+    assert guard.can_save()
 
 
 @pytest.mark.parametrize("sync", SYNCS)
