@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -264,6 +265,90 @@ def test_snapshots_never_sync(where: Any, style: str) -> None:
         run(guard, batches[20:], style)
     guard.settle()
     assert guard.snapshots == (41, 51)
+
+
+def wide() -> nn.Module:
+    """Its state takes 193 MiB with AdamW, its activations next to nothing."""
+    return nn.Sequential(nn.Linear(6, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.ReLU(), nn.Linear(8192, 3))
+
+
+@pytest.mark.parametrize("style", ["step", "own loop", "install"])
+def test_snapshots_by_default_take_next_to_no_device_memory(style: str) -> None:
+    """Else a run dies that would have lived: one batch may need nearly all there is."""
+    peaks = {}
+    for guarded in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        outer = nanguard.install() if guarded and style == "install" else nullcontext()
+        with outer:
+            model, opt = build(FUSED["AdamW"], device="cuda", model=wide())
+            batches = make_batches(210, device="cuda")
+            if guarded and style != "install":
+                guard = nanguard.Guard(model, opt, precision="fp32", max_norm=None)
+                run(guard, batches, style)
+                guard.settle()
+                assert guard.snapshots == (101, 201)
+                del guard
+            else:
+                for batch in batches:
+                    loss_fn(model, batch).backward()
+                    opt.step()
+                    opt.zero_grad()
+        torch.cuda.synchronize()
+        peaks[guarded] = torch.cuda.max_memory_allocated() - before
+        del model, opt, batches
+        gc.collect()
+    assert peaks[True] - peaks[False] <= 10 << 20, {k: f"{v >> 20} MiB" for k, v in peaks.items()}
+
+
+def test_a_step_that_runs_out_of_memory_gets_that_of_the_snapshots(caplog: pytest.LogCaptureFixture) -> None:
+    """To the bit the run in which there was enough; the next snapshots are in host memory."""
+    mib = 1 << 20
+    caplog.set_level("INFO", logger="nanguard")
+
+    def trained(needy: bool) -> Any:
+        ballast = [0]
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            held = torch.empty(ballast[0], dtype=torch.uint8, device="cuda")
+            return loss_fn(model, batch) + 0 * held[:1].sum()
+
+        model, opt = build(FUSED["AdamW"], device="cuda", model=wide())
+        ring = nanguard.Snapshots(every=10, keep=2, where="device")
+        guard = nanguard.Guard(model, opt, precision="fp32", snapshots=ring)
+        batches = make_batches(70, device="cuda")
+        for batch in batches[:35]:
+            guard.step(loss, batch)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        limit = torch.cuda.memory_reserved() + 400 * mib
+        if needy:
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+        try:
+            ballast[0] = 700 * mib if needy else 4  # 400 are free, and the ring has 577
+            guard.step(loss, batches[35])
+            ballast[0] = 4
+            assert guard.snapshots == (() if needy else (21, 31))
+            for batch in batches[36:]:
+                guard.step(loss, batch)
+            guard.settle()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert guard.snapshots == (51, 61)
+        return everything(model, [opt], torch.cuda.get_rng_state())
+
+    clean = trained(False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert "577.6 MiB" in caplog.text
+    assert "on cuda:0" in caplog.text
+    caplog.clear()
+    assert differences(clean, trained(True)) == []
+    assert caplog.text.count("runs it again") == 1
+    assert "in host memory" in caplog.text
 
 
 @pytest.mark.parametrize("style", ["step", "own loop"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,3 +213,12 @@ def test_fewer_snapshots_are_kept_where_memory_is_short(
     assert "1 kept of 3, since memory is short" in caplog.text
     assert "in host memory" in caplog.text
     guard.roll_back()
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "memory.py"
+    command = [sys.executable, "-W", "ignore", str(script), "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run([*command, "--only", "install()"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("memory-cpu*.json"))) == 1
+    assert "| install() | lives |" in next(tmp_path.glob("memory-cpu*.md")).read_text()
