@@ -295,6 +295,19 @@ def test_where_one_rank_can_read_no_snapshot_no_other_waits_for_it(ranks: Ranks,
         assert "another rank can load no snapshot; rank 0 has one" in str(first["warned"])
 
 
+@both_ways(pairs("runs_out_of_memory", data="lists"))
+def test_where_one_rank_has_no_memory_for_snapshots_all_decide_without(ranks: Ranks, pair: dict[str, Case]) -> None:
+    for one in pair.values():
+        first, second = ranks(one)
+        assert len(first["there"]) == 3, "rank 0 had its own until then"
+        assert list(second["there"]) == []
+        assert "does not fit into memory" in str(second["warned"])
+        for result in (first, second):
+            assert result["error"].startswith("NonFiniteError: damaged state at step 23")
+            assert "there is no good snapshot to put back" in result["error"]
+            assert responses(result) == ["halt"]
+
+
 @both_ways(
     *(
         pairs("torn_and_resumed", data=data, lost=lost)

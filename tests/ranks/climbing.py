@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import nanguard
 from helpers import INF, NAN, TinyNet, loss_fn, poisoned
 from nanguard import DropBadGradients, Halt, LowerLR, NonFiniteError, Policy, RaisePrecision, Rollback, Skip, Snapshots
+from nanguard.snapshot.copies import Copier
 from nanguard.testing import Fault, inject
 
 
@@ -447,6 +448,30 @@ def torn_and_rolled_back(*, sync: str, data: str, number: int) -> Result:
         error = f"{type(caught).__name__}: {caught}"
     dist.barrier()
     return {**run.told(), "warned": said, "error": error, "clean": clean(data, "step", 14, 2)}
+
+
+def runs_out_of_memory(*, sync: str, data: str) -> Result:
+    """From step 16 on rank 1 has no memory for snapshots; then a weight of rank 0 turns NaN."""
+    run = Run(sync=sync, policy=Policy([Rollback(), Halt()]), snapshots=ring())
+    take = Copier.take
+
+    def short(copier: Copier, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1 and run.guard.current_step >= 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return take(copier, *args, **options)
+
+    error, there = "", []
+    bad = Fault(into="weight", name="out.weight", steps=(23,), ranks=(0,), times=1)
+    Copier.take = short  # type: ignore[method-assign]
+    try:
+        with warnings_of_nanguard() as said:
+            run.train(loader_of(data, 14), bad, epochs=2, at_turn=lambda _: there.append(run.guard.snapshots))
+    except NonFiniteError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        Copier.take = take  # type: ignore[method-assign]
+    dist.barrier()
+    return {**run.told(), "warned": said, "error": error, "there": there[-1]}
 
 
 def torn_and_resumed(*, sync: str, data: str, lost: str, keep: int = 3) -> Result:
