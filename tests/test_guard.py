@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,18 @@ SYNCS = ["eager", "late"]
 def make_guard(**options: Any) -> tuple[nn.Module, Any, nanguard.Guard]:
     model, opt = build(ALL["fused AdamW"])
     return model, opt, nanguard.Guard(model, opt, **{"precision": "fp32", **options})
+
+
+class Incomparable:
+    """As a table of pandas: it has no truth value, and comparing it gives another of its kind."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value is ambiguous")
 
 
 class TestOrderOfCalls:
@@ -153,6 +166,23 @@ class TestLoss:
         assert not loss.requires_grad
         loss, auxes = guard.step(lambda m, b: (loss_fn(m, b), len(b[0])), microbatches=make_batches(3))
         assert auxes == [8, 8, 8]
+
+    @pytest.mark.parametrize(
+        "aux",
+        [np.ones(3), np.array([]), torch.ones(3), torch.tensor([]), (), [], None, 0, Incomparable()],
+        ids=lambda aux: f"{type(aux).__name__} {getattr(aux, 'shape', '')}",
+    )
+    def test_aux_may_be_anything_and_is_never_looked_at(self, aux: Any) -> None:
+        _, _, guard = make_guard()
+        batches = make_batches(2)
+        _, same = guard.step(lambda m, b: (loss_fn(m, b), aux), batches[0])
+        assert same is aux
+        _, auxes = guard.step(lambda m, b: (loss_fn(m, b), aux), microbatches=batches)
+        assert [each is aux for each in auxes] == [True, True]
+        _, auxes = guard.step(lambda m, b: (loss_fn(m, b), aux, aux), microbatches=batches)
+        assert [[each is aux for each in both] for both in auxes] == [[True, True]] * 2
+        assert isinstance(guard.step(lambda m, b: (loss_fn(m, b),), microbatches=batches), Tensor)
+        assert guard.counts["applied"] == 4
 
     @pytest.mark.parametrize(
         ("function", "what"),
@@ -427,7 +457,7 @@ class TestWhatItSays:
             "   because   non-finite data: batch[0] holds NaN at [0, 0]\n"
             "   samples   index 0 of the batch\n"
             "   fix       clean the data, or mask such entries before they are used   (not tried)\n"
-            "   kept      weights, optimizer state, buffers and schedule, exactly as before this step"
+            "   kept      weights, optimizer state and buffers, exactly as before this step"
         ]
 
     def test_the_run_log_is_json_with_a_header_incidents_and_an_end(self, tmp_path: Path) -> None:

@@ -95,10 +95,13 @@ class Steps:
         for place, batch in enumerate(batches, start=1):
             micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
             _, aux = self._run(window, micro)
-            auxes.append(aux[0] if len(aux) == 1 else aux)
+            auxes.append(aux)
         window.shown = window.mean_loss().clone()
         self.finish(window)
-        return window.shown if auxes[0] == () else (window.shown, auxes)
+        # By how many values came back, never by what they are: an array has no single truth value.
+        if not any(len(aux) for aux in auxes):
+            return window.shown
+        return window.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
 
     def open(self, *, rerunnable: bool, divisor: int) -> Window:
         """Begins a step: hears of what is due, then notes what the step may change."""

@@ -26,7 +26,7 @@ from nanguard.window import LAG
 log = logging.getLogger("nanguard")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # facts hold objects of the user, which may not be comparable
 class Snapshot:
     """The state before step number ``step``; on disk ``copies`` is only there until they are written."""
 
