@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from typer.testing import CliRunner
 
 import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned, same
 from nanguard import Halt, Policy, Rollback, Skip
 from nanguard.autopilot.pilot import Pilot
+from nanguard.cli import app
+from nanguard.report.page import make_report
 from optimizers import ALL, FUSED, NOT_FUSED
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -1100,3 +1104,69 @@ def test_the_run_log_tells_of_all_optimizers(tmp_path: Path, caplog: pytest.LogC
     assert [(step.optimizer, step.step) for step in run.steps if step.skipped] == [("opt_g", 2)]
     assert [incident.number for incident in run.incidents] == [1]
     assert run.is_over
+
+
+# ---- what is said of the schedule ----------------------------------------------------------------------------------
+
+WITH_SCHEDULE = "weights, optimizer state, buffers and schedule, exactly as before this step"
+WITHOUT = "weights, optimizer state and buffers, exactly as before this step"
+
+
+@pytest.mark.parametrize(
+    ("host", "said", "advanced"),
+    [("run", WITHOUT, 6), ("guard that has the scheduler", WITH_SCHEDULE, 5), ("guard without one", WITHOUT, 6)],
+)
+def test_a_schedule_is_said_to_be_kept_only_if_it_was(
+    host: str, said: str, advanced: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the panel, in ``nanguard explain`` and in the report."""
+    torch.manual_seed(0)
+    model = TinyNet()
+    batches = poisoned(make_batches(6), 2)
+
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with contextlib.ExitStack() as stack:
+        if host == "run":
+            stack.enter_context(nanguard.install(run_dir=tmp_path / "run"))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = OneCycleLR(optimizer, 0.05, total_steps=100, cycle_momentum=False)
+        guard = None
+        if host != "run":
+            given = scheduler if host == "guard that has the scheduler" else None
+            guard = stack.enter_context(nanguard.Guard(model, optimizer, scheduler=given, run_dir=tmp_path / "run"))
+        for batch in batches:
+            if guard is None:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+            else:
+                guard.step(loss_of, batch)
+            if host != "guard that has the scheduler":
+                scheduler.step()
+    assert scheduler.last_epoch == advanced
+    explained = CliRunner().invoke(app, ["explain", str(tmp_path / "run")]).stdout
+    for text in (caplog.text, explained, make_report([tmp_path / "run"]).html):
+        assert said in text
+        assert (WITH_SCHEDULE in text) == (said == WITH_SCHEDULE)
+
+
+@pytest.mark.parametrize("host", ["run", "guard that has the scheduler", "guard without one"])
+def test_so_does_a_halt(host: str) -> None:
+    model, halts = nn.Linear(2, 1), Policy([Halt()])
+    bad = torch.full((1, 2), NAN)
+    with contextlib.ExitStack() as stack:
+        if host == "run":
+            stack.enter_context(nanguard.install(policy=halts))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = OneCycleLR(optimizer, 0.05, total_steps=100, cycle_momentum=False)
+        with pytest.raises(nanguard.NonFiniteError) as halted:
+            if host == "run":
+                model(bad).sum().backward()
+                optimizer.step()
+            else:
+                given = scheduler if host == "guard that has the scheduler" else None
+                guard = nanguard.Guard(model, optimizer, scheduler=given, policy=halts)
+                guard.step(lambda m, x: m(x).sum(), bad)
+    assert (WITH_SCHEDULE if host == "guard that has the scheduler" else WITHOUT) in str(halted.value)

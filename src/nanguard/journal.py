@@ -43,8 +43,6 @@ class Journal:
         self.trend = Trend()
         self.recent: deque[Reading] = deque(maxlen=64)
         self.refused_in_a_row = 0
-        self.moves_schedule = True
-        """Whether a refused step keeps the schedule as well: not where the program moves it."""
         self.numbers: Iterator[int] = itertools.count(1)
         """Where incidents get their numbers from; guards that share a run share it."""
         self._numbers: list[int] = []
@@ -143,7 +141,7 @@ class Journal:
                 in_a_row = self._in_a_row()
                 level = logging.WARNING if in_a_row < _A_ROW or _is_round(in_a_row) else logging.INFO
                 row = in_a_row if in_a_row >= _A_ROW else 1
-                log.log(level, "%s", panel(incident, path, in_a_row=row, schedule=self.moves_schedule))
+                log.log(level, "%s", panel(incident, path, in_a_row=row))
         except Exception:
             log.exception("step %d: %s, which could not be described", incident.reading.step, response)
 

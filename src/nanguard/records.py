@@ -71,11 +71,15 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """What could be done just then: the same on all ranks. ``snapshots`` are the steps of the good ones."""
+    """What could be done just then: the same on all ranks. ``snapshots`` are the steps of the good ones.
+
+    ``holds_schedule``: the guard advances the learning-rate schedule, so a refused step does not move it.
+    """
 
     can_drop_gradients: bool = False
     lower_precision: bool = False
     can_run_again: bool = False
+    holds_schedule: bool = False
     snapshots: tuple[int, ...] = ()
 
 

@@ -77,12 +77,10 @@ def _is_trusted(optimizer: Optimizer) -> bool:
 def _journal(run_dir: Path | None, speaks: bool, name: str) -> Journal:
     """Without a run log where none can be written: the program goes on, and is guarded."""
     try:
-        journal = Journal(run_dir, speaks=speaks, optimizer=name)
+        return Journal(run_dir, speaks=speaks, optimizer=name)
     except OSError as error:
         log.warning("there is no run log, since %s cannot be written to (%s)", run_dir, error.strerror)
-        journal = Journal(None, speaks=speaks, optimizer=name)
-    journal.moves_schedule = False
-    return journal
+        return Journal(None, speaks=speaks, optimizer=name)
 
 
 class _Borrowed(Undo):

@@ -247,6 +247,7 @@ class Climber:
         return Means(
             lower_precision=runs_low and not self._bench.is_captured,
             can_run_again=(window.rerunnable and bool(window.microbatches)) or names_modules,
+            holds_schedule=self._bench.schedule.is_ours,
             snapshots=() if self.keeper is None else self.keeper.steps,
         )
 

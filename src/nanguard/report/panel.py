@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from nanguard.records import Action, Incident, Outcome, Reading, span_in_words
 from nanguard.report.diagnosis import rows as diagnosis_rows
 
-_UNTOUCHED = "weights, optimizer state, buffers and schedule, exactly as before this step"
-_UNTOUCHED_BY_PROGRAM = "weights, optimizer state and buffers, exactly as before this step"
 _CAUSES = {
     "input": "the batch itself holds NaN or Inf",
     "batch": "this batch: the weights still work on one that was good before",
@@ -17,15 +15,15 @@ _CAUSES = {
 }
 
 
-def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1, schedule: bool = True) -> str:
-    """The incident in a few lines; ``where`` is the run log, if there is one; ``schedule`` says whose that is.
+def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) -> str:
+    """The incident in a few lines; ``where`` is the run log, if there is one.
 
     In one line where it is the same again, ``in_a_row`` times in all.
     """
     again = in_a_row > 1
     times = f" ({in_a_row:,} in a row)" if again else ""
     head = f" nanguard  step {incident.reading.step:,}  {headline(incident.outcome, again=again)}{times}"
-    shown = [] if again else rows(incident.outcome, where, schedule=schedule)
+    shown = [] if again else rows(incident.outcome, where)
     return "\n".join([head] + [f"   {name:<9} {text}" for name, text in shown])
 
 
@@ -34,7 +32,7 @@ def headline(outcome: Outcome, *, again: bool = False) -> str:
     return f"{_noun(outcome)}{' again' * again}: {_headline(outcome)}"
 
 
-def rows(outcome: Outcome, where: str | None = None, *, schedule: bool = True) -> list[tuple[str, str]]:
+def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
     """Name and text of each row under the headline."""
     reading = outcome.verdict.reading
     told = [("found", _found(outcome))]
@@ -57,7 +55,7 @@ def rows(outcome: Outcome, where: str | None = None, *, schedule: bool = True) -
         told.append(("done", outcome.did))
     acted = outcome.action.response in ("roll_back", "raise_precision", "lower_lr")
     if not outcome.applied and not acted and outcome.verdict.kind != "damage":
-        told.append(("kept", _UNTOUCHED if schedule else _UNTOUCHED_BY_PROGRAM))
+        told.append(("kept", _untouched(outcome)))
     if outcome.rerun:
         told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
     if outcome.lost and outcome.action.response == "roll_back":
@@ -92,7 +90,7 @@ def halt_message(incident: Incident) -> str:
         if not outcome.verdict.means.snapshots:
             then += " Snapshots let a run go back by itself: Guard(..., snapshots=Snapshots())."
     else:
-        kept = f"Preserved: {_UNTOUCHED}, so a checkpoint saved now is sound."
+        kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
         then = (
             "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
             "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy()."
@@ -104,6 +102,13 @@ def halt_message(incident: Incident) -> str:
         f"{_noun(outcome)} at step {reading.step:,}{position}{ranks}: {_found(outcome)}.\n{told}"
         f"Halted, since no rung of the ladder was left: {tried}.\n{kept}\n{then}"
     )
+
+
+def _untouched(outcome: Outcome) -> str:
+    """What a refused step leaves alone. A schedule that the program advances itself goes on over such a step."""
+    if outcome.verdict.means.holds_schedule:
+        return "weights, optimizer state, buffers and schedule, exactly as before this step"
+    return "weights, optimizer state and buffers, exactly as before this step"
 
 
 def _headline(outcome: Outcome) -> str:
