@@ -48,4 +48,4 @@ $(READY): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs site
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis runs nanguard-runs site

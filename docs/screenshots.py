@@ -77,13 +77,13 @@ def main() -> None:
         prompt = "\x1b[1;32m$\x1b[0m nanguard run train.py\n"
         with browser(folder / "profile") as driver:
             picture(driver, as_page(prompt + first + "\n\x1b[2m   ...\x1b[0m\n" + rest), ASSETS / "panel.png", folder)
-            watched = terminal([nanguard, "watch", "--once", "runs/train"], folder, columns=96)
-            prompt = "\x1b[1;32m$\x1b[0m nanguard watch runs/train\n"
+            watched = terminal([nanguard, "watch", "--once", "nanguard-runs/train"], folder, columns=96)
+            prompt = "\x1b[1;32m$\x1b[0m nanguard watch nanguard-runs/train\n"
             picture(driver, as_page(prompt + watched, columns=96), ASSETS / "watch.png", folder)
-            demo = [nanguard, "demo", "--quiet", "--run-dir", "runs/demo"]
+            demo = [nanguard, "demo", "--quiet", "--run-dir", "nanguard-runs/demo"]
             subprocess.run(demo, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=900)
             for theme in ("light", "dark"):
-                look_at(driver, folder / "runs" / "demo" / "report.html", width=1180, height=1500, theme=theme)
+                look_at(driver, folder / "nanguard-runs" / "demo" / "report.html", width=1180, height=1500, theme=theme)
                 shoot(driver, ASSETS / f"report-{theme}.png", whole=False)
     for path in sorted(ASSETS.glob("*.png")):
         print(f"{path.name}: {path.stat().st_size:,} bytes")

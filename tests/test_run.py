@@ -199,13 +199,13 @@ def test_a_bad_step_is_told_on_stderr_and_kept(tmp_path: Path) -> None:
     assert last.startswith(
         "nanguard: 6 steps, 2 not applied, weights and optimizer state finite; first known at step 2"
     )
-    assert last.endswith(f"report {Path('runs', 'train', 'report.html')}")
-    assert (tmp_path / "runs" / "train" / "report.html").stat().st_size > 10_000
-    run = nanguard.read_run(tmp_path / "runs" / "train")
+    assert last.endswith(f"report {Path('nanguard-runs', 'train', 'report.html')}")
+    assert (tmp_path / "nanguard-runs" / "train" / "report.html").stat().st_size > 10_000
+    run = nanguard.read_run(tmp_path / "nanguard-runs" / "train")
     assert run.header["script"] == str(tmp_path / "train.py")
     assert [step.step for step in run.steps if step.skipped] == [2, 3]
     again = done(*NANGUARD, name, cwd=tmp_path)
-    assert "runs/train-2/" in again.stderr.replace(os.sep, "/")
+    assert "nanguard-runs/train-2/" in again.stderr.replace(os.sep, "/")
 
 
 def test_quietly(tmp_path: Path) -> None:
@@ -287,6 +287,10 @@ def test_several_ranks_decide_together(tmp_path: Path) -> None:
     assert states[0]["steps"] == 5
     assert ended.stderr.count("non-finite loss: step skipped, nothing changed") == 1  # one rank speaks
     assert "seen first by rank 1" in ended.stderr
+    [folder] = (tmp_path / "nanguard-runs").iterdir()  # of both ranks
+    assert folder.name.startswith("train-")
+    assert len(nanguard.read_run(folder).incidents) == 1
+    assert [path.name for path in (folder / "incidents").iterdir()] == ["0001-rank1"]
 
 
 def test_help_and_completion_of_recipes() -> None:
@@ -313,3 +317,102 @@ def test_the_log_is_json_lines(tmp_path: Path) -> None:
     assert events[-1] == "end"
     assert events.count("step") == 6
     assert events.count("incident") == 2
+
+
+# ---- the folder of the run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ((), "print('one line')"),
+        (("--run-dir", "here/it/is"), "import torch; print(torch.ones(2).tolist())"),
+        # Taken in, since a module is called after it was made, and never stepped.
+        (
+            (),
+            """
+            import torch
+            model = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            print(model(torch.ones(1, 2)).shape)
+            """,
+        ),
+    ],
+)
+def test_a_program_that_makes_no_step_leaves_nothing_behind(
+    options: tuple[str, ...], code: str, tmp_path: Path
+) -> None:
+    ended = done(*NANGUARD, *options, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+MAKES_FOLDERS = """
+    import os, shutil, torch
+    w = torch.ones(3, requires_grad=True)
+    for moment in range(4):
+        if moment == WHEN:
+            MAKES
+        optimizer = torch.optim.SGD([w], lr=0.1) if moment == 0 else optimizer
+        w.square().sum().backward()
+        optimizer.step()
+        if moment == 1:
+            torch.log(w - w).sum().backward()  # an incident is kept
+            optimizer.step()
+        optimizer.zero_grad()
+    print(sorted(os.listdir("runs")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "makes"),
+    [
+        (0, "os.makedirs('runs/train')"),  # before anything is guarded
+        (1, "os.makedirs('runs/train')"),  # after the first step
+        (3, "os.mkdir('runs')"),  # after an incident
+        (3, "shutil.rmtree('runs', ignore_errors=True); os.mkdir('runs')"),
+    ],
+)
+def test_a_program_has_its_own_folder_runs_to_itself(when: int, makes: str, tmp_path: Path) -> None:
+    name = script(tmp_path, MAKES_FOLDERS.replace("WHEN", str(when)).replace("MAKES", makes))
+    guarded = done(*NANGUARD, name, cwd=tmp_path)
+    assert guarded.returncode == 0, guarded.stderr
+    assert guarded.stdout == ("['train']\n" if "train" in makes else "[]\n")
+    run = nanguard.read_run(tmp_path / "nanguard-runs" / "train")
+    assert (len(run.steps), len(run.incidents), run.troubles) == (5, 1, ())
+    assert "nanguard-runs/train/" in guarded.stderr.splitlines()[-1].replace(os.sep, "/")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+def test_a_program_that_is_killed_has_its_log_up_to_then(tmp_path: Path) -> None:
+    code = TRAINS.replace("print(w.tolist())", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    ended = done(*NANGUARD, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    run = nanguard.read_run(tmp_path / "nanguard-runs" / "train")
+    assert run.header["script"] == str(tmp_path / "train.py")
+    assert [record.reading.step for record in run.incidents] == [2, 3]
+    assert {step.step for step in run.steps} >= {0, 1, 2, 3}
+
+
+def test_two_runs_at_once_have_a_folder_each(tmp_path: Path) -> None:
+    code = TRAINS.replace(
+        "for step in range(6):",
+        """import glob, os, time
+    open(f"ready-{os.getpid()}", "w").close()
+    while len(glob.glob("ready-*")) < 2:
+        time.sleep(0.05)
+    for step in range(6):""",
+    )
+    name = script(tmp_path, code)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen([*NANGUARD, name], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for process in both:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert sorted(path.name for path in (tmp_path / "nanguard-runs").iterdir()) == ["train", "train-2"]
+    for path in (tmp_path / "nanguard-runs").iterdir():
+        run = nanguard.read_run(path)
+        assert (len(run.headers), len(run.steps), len(run.incidents)) == (1, 6, 2)

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 import nanguard
 from helpers import build, loss_fn, make_batches, own_step, poisoned
 from nanguard import runlog
-from nanguard.runlog import AROUND, EVERY_STEP_UNTIL, RunLog, stride
+from nanguard.autopilot import entry
+from nanguard.autopilot.settings import Settings
+from nanguard.runlog import AROUND, EVERY_STEP_UNTIL, RunFolder, RunLog, stride
 from nanguard.schedule import Schedule
 from optimizers import ALL
 
@@ -406,3 +408,64 @@ def test_the_numbers_in_the_docs_are_those_that_were_measured() -> None:
     page = (root / "docs" / "runlog.md").read_text()
     assert len(rows) > 6
     assert [row for row in rows if row not in page] == []
+
+
+class TestFolder:
+    """One that is made with the first record that is worth keeping."""
+
+    def test_a_header_and_an_end_are_not_worth_one(self, tmp_path: Path) -> None:
+        log = RunLog(RunFolder(tmp_path / "a" / "b"))
+        log.write("run", schema=2)
+        log.close()
+        log.write("end", steps=0)
+        del log
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("first", ["step", "incident", "alert"])
+    def test_the_first_record_makes_it_with_all_that_was_before(self, first: str, tmp_path: Path) -> None:
+        """Optimizers share a folder, and whichever has the first record, the header of the run comes first."""
+        folder = RunFolder(tmp_path / "a" / "b")
+        one, other = RunLog(folder, optimizer="one"), RunLog(folder, optimizer="other")
+        one.write("run", schema=2)
+        other.write("optimizer", schema=2)
+        assert not folder.is_made
+        if first == "step":
+            write_steps(other, 0)
+        else:
+            other.write(first, step=0)
+        lines = [json.loads(line) for line in (tmp_path / "a" / "b" / "run.jsonl").read_text().splitlines()]
+        assert [(line["event"], line["optimizer"]) for line in lines] == [
+            *(("run", "one"), ("optimizer", "other"), (first, "other"))
+        ]
+        one.write("end", steps=0)
+        assert json.loads(one.path.read_text().splitlines()[-1])["event"] == "end"
+
+    def test_its_name_is_chosen_when_it_is_made(self, tmp_path: Path) -> None:
+        folders = [RunFolder(tmp_path / "runs" / "train", is_new=True) for _ in range(3)]
+        logs = [RunLog(folder) for folder in folders]
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "train").touch()  # the program has made something of this name since
+        for place in (2, 0, 1):
+            write_steps(logs[place], place)
+        assert [log.path.parent.name for log in logs] == ["train-3", "train-4", "train-2"]
+        assert [steps_in(log.path) for log in logs] == [[0], [1], [2]]
+
+    def test_where_it_cannot_be_made_the_run_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "file").touch()
+        for is_new in (True, False):
+            caplog.clear()
+            log = RunLog(RunFolder(tmp_path / "file" / "a", is_new=is_new))
+            log.write("run", schema=2)
+            write_steps(log, 0, 1, 2)
+            log.close()
+            assert caplog.text.count("the run goes on without its log") == 1
+
+    def test_incidents_go_where_the_log_goes(self, tmp_path: Path) -> None:
+        (tmp_path / "train" / "incidents" / "0001").mkdir(parents=True)  # of an earlier run
+        with entry.begin(Settings(run_dir=RunFolder(tmp_path / "train", is_new=True))):
+            w = torch.ones(3, requires_grad=True)
+            optimizer = torch.optim.SGD([w], lr=0.1)
+            torch.log(w - 1.0).sum().backward()
+            optimizer.step()
+        assert sorted(path.name for path in (tmp_path / "train-2").iterdir()) == ["incidents", "run.jsonl"]
+        assert [path.name for path in (tmp_path / "train-2" / "incidents").iterdir()] == ["0001"]

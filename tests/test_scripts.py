@@ -276,7 +276,7 @@ def test_a_healthy_program_is_the_same_program(case: Healthy, tmp_path: Path, wa
     rest = [line for line in guarded.stderr.splitlines() if line not in guarded.words]
     assert rest == plain.stderr.splitlines()
 
-    run = nanguard.read_run(guarded.folder / "runs" / case.script)
+    run = nanguard.read_run(guarded.folder / "nanguard-runs" / case.script)
     assert run.is_over
     assert not run.troubles
     assert not run.incidents
@@ -299,7 +299,7 @@ def test_a_faulty_program_ends_with_finite_weights_and_its_guilty_line_is_named(
     assert re.search(r"not applied, .*weights and optimizer state finite", guarded.words[-1])
     assert "Traceback" not in guarded.stderr
 
-    run = nanguard.read_run(guarded.folder / "runs" / case.script.rpartition(".")[2])
+    run = nanguard.read_run(guarded.folder / "nanguard-runs" / case.script.rpartition(".")[2])
     assert run.is_over
     assert not run.troubles
     diagnoses = [incident.diagnosis for incident in run.incidents if incident.diagnosis is not None]

@@ -32,6 +32,7 @@ from nanguard.naming import names_of, unwrapped
 from nanguard.policy import Policy
 from nanguard.precision import LossScale, Precision, Scaler
 from nanguard.rng import Dice
+from nanguard.runlog import RunFolder
 from nanguard.salvage import Salvage
 from nanguard.schedule import Schedule, check_schedulers
 from nanguard.shield import Shield, check_optimizers
@@ -213,7 +214,7 @@ def choose_diagnosis(diagnose: Any) -> Any:
     return diagnose
 
 
-def choose_bundles(capture: Any, run_dir: str | Path | None, bench: Bench) -> Bundles | None:
+def choose_bundles(capture: Any, run_dir: str | Path | RunFolder | None, bench: Bench) -> Bundles | None:
     """Where bad steps are kept; None where nothing is to be written."""
     _check_choice("capture", capture, ("none", "meta", "batch", "full"))
     if run_dir is None or capture == "none":

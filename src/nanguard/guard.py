@@ -236,7 +236,10 @@ class Guard:
 
     @property
     def current_step(self) -> int:
-        """The number of the step being computed, from 0; it goes back while steps are run again."""
+        """The number of the step being computed, from 0. While a step is run again, it is the number of that step.
+
+        It counts attempts: a rollback does not set it back.
+        """
         window = self._bench.window
         return self._bench.num_steps if window is None else window.step
 

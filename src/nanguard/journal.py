@@ -14,7 +14,7 @@ from nanguard.divergence import Trend
 from nanguard.errors import NonFiniteError
 from nanguard.records import Incident, Outcome, Reading
 from nanguard.report.panel import halt_message, panel
-from nanguard.runlog import SCHEMA, RunLog
+from nanguard.runlog import SCHEMA, RunFolder, RunLog
 
 log = logging.getLogger("nanguard")
 
@@ -36,7 +36,7 @@ class Journal:
     ``optimizer`` is the name that each line of the run log gets where several guards write to one.
     """
 
-    def __init__(self, run_dir: str | Path | None, *, speaks: bool, optimizer: str = "") -> None:
+    def __init__(self, run_dir: str | Path | RunFolder | None, *, speaks: bool, optimizer: str = "") -> None:
         self.history: list[Outcome] = []
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None

@@ -9,6 +9,7 @@ JSON has no NaN or Inf, so these floats are the strings ``"nan"``, ``"inf"`` and
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -38,6 +39,8 @@ _LONGEST_GAP = 60.0
 _SECONDS_UNWRITTEN = 1.0
 _LINES_UNWRITTEN = 512
 _SKIPPED = ',"skipped":true'
+_FRAME = ("run", "optimizer", "end")
+"""Events around the steps: a log with nothing else in it is not worth a folder."""
 
 log = logging.getLogger("nanguard")
 
@@ -49,21 +52,61 @@ def stride(step: int) -> int:
     return 1 << (step // EVERY_STEP_UNTIL).bit_length()
 
 
+class RunFolder:
+    """The folder of a run, made when there is something to keep: the first step, or the first incident.
+
+    A program that trains nothing leaves nothing behind. If ``is_new``, the folder is the first of ``path``, ``path-2``,
+    ... that does not exist when it is made; until then ``path`` is the name to begin with.
+    """
+
+    def __init__(self, path: str | Path, *, is_new: bool = False) -> None:
+        self.path = Path(path)
+        self.is_made = False
+        self._is_new = is_new
+        self._waiting: list[str] = []
+
+    def make(self) -> Path:
+        """The folder, which exists when this returns. Raises ``OSError`` if it cannot be made."""
+        if not self.is_made:
+            if self._is_new:
+                self.path = _claimed(self.path)
+            else:
+                self.path.mkdir(parents=True, exist_ok=True)
+            self.is_made = True
+        return self.path
+
+    def hold(self, lines: Sequence[str]) -> None:
+        """Keeps lines until the folder is made. Optimizers share a log: the first line must stay the first."""
+        self._waiting += lines
+
+    def release(self) -> list[str]:
+        """The lines that were held."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
 class RunLog:
     """Appends events. A disk that fails stops the log, with a warning, never the run.
 
     Steps are gathered and written about once a second, anything else at once. What is left is written when the log is
     let go of or the interpreter ends; a forked process does not write what its parent has gathered.
+
+    A path is made at once; a ``RunFolder`` with the first step or incident.
     """
 
-    def __init__(self, run_dir: str | Path, *, optimizer: str = "") -> None:
-        self.path = Path(run_dir) / "run.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._pages = _Pages(self.path, optimizer)
+    def __init__(self, run_dir: str | Path | RunFolder, *, optimizer: str = "") -> None:
+        self._folder = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir)
+        if self._folder is not run_dir:
+            self._folder.make()
+        self._pages = _Pages(self._folder, optimizer)
         weakref.finalize(self, self._pages.finish)
 
+    @property
+    def path(self) -> Path:
+        return self._folder.path / "run.jsonl"
+
     def write(self, event: str, **fields: Any) -> None:
-        """One event, on the disk when this returns."""
+        """One event, on the disk when this returns; if there is no folder yet, the header waits for it."""
         self._pages.add_event(event, fields)
 
     def write_incident(self, event: str, **fields: Any) -> None:
@@ -94,12 +137,13 @@ class RunLog:
 class _Pages:
     """What is gathered, and what is held back. Knows nothing of its ``RunLog``, which may be let go of first."""
 
-    def __init__(self, path: Path, optimizer: str) -> None:
-        self._path = path
+    def __init__(self, folder: RunFolder, optimizer: str) -> None:
+        self._folder = folder
         self._by = {"optimizer": optimizer} if optimizer else {}
         self._by_text = f',"optimizer":{json.dumps(optimizer)}' if optimizer else ""
         self._pid = os.getpid()
         self._works = True
+        self._is_worth_keeping = False
         self._is_begun = False
         self._lines: list[str] = []
         self._held: deque[StepFacts] = deque(maxlen=AROUND)
@@ -112,13 +156,15 @@ class _Pages:
             return
         now, step, skipped = facts[0], facts[1], facts[-1]
         self._leave_to_parent()
+        self._is_worth_keeping = True
         if skipped or self._all_for > 0 or step % stride(step) == 0 or _passed(self._step_at, now) >= _LONGEST_GAP:
             self._all_for -= 1
             self._step_at = now
             self._lines.append(self._line_of(facts))
         else:
             self._held.append(facts)
-        if _passed(self._flushed_at, now) >= _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN:
+        is_due = _passed(self._flushed_at, now) >= _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN
+        if is_due or not self._folder.is_made:
             self._flush(now)
 
     def add_neighbours(self) -> None:
@@ -134,6 +180,7 @@ class _Pages:
         if not self._works:
             return
         self._leave_to_parent()
+        self._is_worth_keeping = self._is_worth_keeping or event not in _FRAME
         now = time.time()
         line = {"event": event, "time": round(now, 3), **fields, **self._by}
         self._lines.append(json.dumps(plain(line), allow_nan=False) + "\n")
@@ -144,7 +191,7 @@ class _Pages:
         if self._held:
             self._lines.append(self._line_of(self._held.pop()))
         self._held.clear()
-        if not self._path.parent.exists():  # a folder that was taken away before the run ended: nobody wants it
+        if self._folder.is_made and not self._folder.path.exists():  # it was removed before the run ended
             self._lines.clear()
         self._flush(time.time())
 
@@ -171,21 +218,38 @@ class _Pages:
         lines, self._lines = self._lines, []
         if not lines or not self._works:
             return
+        if not self._folder.is_made and not self._is_worth_keeping:
+            self._folder.hold(lines)
+            return
         try:
-            self._append("".join(lines).encode("utf-8"))
+            path = self._folder.make() / "run.jsonl"
+            self._append(path, "".join([*self._folder.release(), *lines]).encode("utf-8"))
         except OSError as error:
             self._works = False
             self._held.clear()
-            log.warning("cannot write %s (%s): the run goes on without its log", self._path, error)
+            path = self._folder.path / "run.jsonl"
+            log.warning("cannot write %s (%s): the run goes on without its log", path, error)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, path: Path, data: bytes) -> None:
         """Opened each time: the file may have been moved, and no descriptor is left to a forked process."""
-        with self._path.open("ab+", buffering=0) as file:
+        with path.open("ab+", buffering=0) as file:
             if not self._is_begun:
                 data = _after_torn_line(file) + data
                 self._is_begun = True
             while data:
                 data = data[file.write(data) :]
+
+
+def _claimed(base: Path) -> Path:
+    """The first of ``base``, ``base-2``, ... that does not exist, made here: another process may be looking too."""
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("there is always a next number")
 
 
 def _after_torn_line(file: FileIO) -> bytes:

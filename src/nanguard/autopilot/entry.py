@@ -17,6 +17,7 @@ from nanguard.errors import ProtocolError
 from nanguard.incident.bundle import Capture
 from nanguard.policy import Policy
 from nanguard.records import Incident
+from nanguard.runlog import RunFolder
 
 log = logging.getLogger("nanguard")
 
@@ -123,7 +124,7 @@ def install(
     settings = Settings(
         policy=policy or patient_policy(),
         max_norm=max_norm,
-        run_dir=None if run_dir is None else Path(run_dir),
+        run_dir=None if run_dir is None else RunFolder(Path(run_dir).absolute()),  # the program may go elsewhere
         trace=trace,
         sync=sync,
         diagnose=diagnose,

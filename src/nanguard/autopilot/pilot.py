@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from numbers import Real
 from typing import Any
 
 import torch
@@ -70,17 +70,15 @@ def _is_trusted(optimizer: Optimizer) -> bool:
     Of all others each update is looked at, which takes a copy of what they train; not of more than a moderate model.
     """
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    divides_by_zero = any(group.get("eps") == 0.0 for group in optimizer.param_groups)
+    divides_by_zero = any(_is_zero(group.get("eps")) for group in optimizer.param_groups)
     return size > _LARGEST_COPY or (is_torchs(optimizer) and not divides_by_zero)
 
 
-def _journal(run_dir: Path | None, speaks: bool, name: str) -> Journal:
-    """Without a run log where none can be written: the program goes on, and is guarded."""
-    try:
-        return Journal(run_dir, speaks=speaks, optimizer=name)
-    except OSError as error:
-        log.warning("there is no run log, since %s cannot be written to (%s)", run_dir, error.strerror)
-        return Journal(None, speaks=speaks, optimizer=name)
+def _is_zero(eps: Any) -> bool:
+    """Of a number, or a tensor with one; an optimizer of the program's may keep anything under this name."""
+    if isinstance(eps, Tensor):
+        return eps.numel() == 1 and float(eps) == 0.0
+    return isinstance(eps, Real) and eps == 0
 
 
 class _Borrowed(Undo):
@@ -112,6 +110,7 @@ class Pilot:
         ddp = [root for root in roots if isinstance(root, DistributedDataParallel)]
         group = ddp[0].process_group if ddp else None
         ranks = Ranks(crew, device, group, alone=not ddp, averaged=True)
+        is_first = ranks.rank == 0
         self.shield = HandedShield(optimizer)
         self.bench: Bench = assemble(
             crew,
@@ -130,7 +129,7 @@ class Pilot:
             process_group=group,
             shield=self.shield,
             ranks=ranks,
-            journal=_journal(settings.run_dir if ranks.rank == 0 else None, ranks.rank == 0, name),
+            journal=Journal(settings.run_dir if is_first else None, speaks=is_first, optimizer=name),
         )
         asks = shares or needs_closure(optimizer)
         self.sync = "eager" if asks else choose_sync(settings.sync, self.bench)
@@ -141,7 +140,7 @@ class Pilot:
             snapshots=choose_snapshots("auto", settings.policy, device),
             diagnose=settings.diagnose,
             bundles=choose_bundles(settings.capture, settings.run_dir, self.bench),
-            run_dir=settings.run_dir,
+            run_dir=None,  # only snapshots on disk would need it
         )
         self.clinic = self.steps.climber.clinic
         self.clinic.advice = _ADVICE

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nanguard.ladder import Halt, RaisePrecision, Rollback, Skip
 from nanguard.policy import Policy
+from nanguard.runlog import RunFolder
 
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.clinic import How
@@ -31,7 +31,7 @@ class Settings:
 
     policy: Policy = field(default_factory=patient_policy)
     max_norm: float | None = None
-    run_dir: Path | None = None
+    run_dir: RunFolder | None = None
     trace: bool = False
     sync: Literal["auto", "eager", "late"] = "auto"
     diagnose: How = "auto"

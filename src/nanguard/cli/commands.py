@@ -23,7 +23,7 @@ def _examples(lines: Sequence[str]) -> str:
     return "\n\n".join(("Examples:", *lines))
 
 
-@app.callback(epilog=_examples(("nanguard run train.py", "nanguard explain runs/train", "nanguard demo")))
+@app.callback(epilog=_examples(("nanguard run train.py", "nanguard explain nanguard-runs/train", "nanguard demo")))
 def _nanguard(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")

@@ -14,15 +14,16 @@ from nanguard.cli.speech import fail, logging_to
 
 EXAMPLES = (
     "nanguard demo",
-    "nanguard demo --seed 1 --run-dir runs/another",
+    "nanguard demo --seed 1 --run-dir nanguard-runs/another",
     "nanguard demo --quiet --json",
 )
 
 
 def demo(
     run_dir: Annotated[
-        Path, typer.Option(file_okay=False, help="Where to write; if there is something, beside it: runs/demo-2.")
-    ] = Path("runs/demo"),
+        Path,
+        typer.Option(file_okay=False, help="Where to write; if there is something, beside it: nanguard-runs/demo-2."),
+    ] = Path("nanguard-runs/demo"),
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of data and weights.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="How many steps each of the two runs takes.")] = 600,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the comparison only.")] = False,

@@ -22,7 +22,9 @@ def doctor(
     script: Annotated[
         Path | None, typer.Argument(metavar="SCRIPT", help="A program to look at. It is read, never run.")
     ] = None,
-    run_dir: Annotated[Path, typer.Option(file_okay=False, help="Where runs are going to be written.")] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option(file_okay=False, help="Where runs are going to be written.")] = Path(
+        "nanguard-runs"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Look at the machine, and at a program if one is given, and say what to change.

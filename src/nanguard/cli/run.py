@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import sys
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
     from nanguard.autopilot.launch import Program
     from nanguard.autopilot.settings import Settings
+    from nanguard.runlog import RunFolder
 
 EXAMPLES = (
     "nanguard run train.py --lr 3e-4",
@@ -27,6 +26,9 @@ EXAMPLES = (
     "nanguard run --trace --run-dir runs/a train.py",
     "torchrun --nproc-per-node 2 -m nanguard run train.py",
 )
+
+PARENT = Path("nanguard-runs")
+"""Where runs are written by default: a name that no program takes for its own ``runs``, nor lists, nor clears."""
 
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -52,7 +54,7 @@ def run(
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip each parameter group to this gradient norm.")] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Where to write the run log (default: runs/SCRIPT).")
+        Path | None, typer.Option(file_okay=False, help="Where to write the run log (default: nanguard-runs/SCRIPT).")
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Follow every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
@@ -100,34 +102,20 @@ def _settings(program: Program, policy: str | None, halts: bool, max_norm: float
     return Settings(policy=chosen, max_norm=max_norm, trace=trace, script=program.path, argv=program.args)
 
 
-def _place(asked: Path | None, name: str) -> Path | None:
-    """The folder of the run; None, with a warning, where nothing can be written."""
-    path = asked
-    if path is None:
-        launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        base = Path("runs") / "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
-        path = base if launch else _claimed(base)  # ranks of one launch share a folder
-    path = path.absolute()  # the program may go elsewhere
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+def _place(asked: Path | None, name: str) -> RunFolder | None:
+    """The folder of the run, not made yet; None, with a warning, if nothing can be written there."""
+    from nanguard.runlog import RunFolder
+
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
+    path = (asked or PARENT / name).absolute()  # the program may go elsewhere
+    is_new = asked is None and not launch  # ranks of one launch share a folder
+    places = path.parents if is_new else (path, *path.parents)
+    there = next(folder for folder in places if folder.exists())
     if os.access(there, os.W_OK) and there.is_dir():
-        return path
+        return RunFolder(path, is_new=is_new)
     typer.echo(f"nanguard: {there} cannot be written to, so there will be no run log", err=True)
     return None
-
-
-def _claimed(base: Path) -> Path:
-    """The first of ``base``, ``base-2``, ... that is nobody's; made at once, since others may be looking too."""
-    for number in itertools.count(1):
-        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            if path.is_dir():
-                continue
-        except OSError:
-            pass  # nothing can be written there, which is told by whoever tries
-        return path
-    raise AssertionError("there is always a next number")
 
 
 def _fly(program: Program, settings: Settings, quiet: bool) -> None:
@@ -147,9 +135,6 @@ def _fly(program: Program, settings: Settings, quiet: bool) -> None:
             program.run()
         finally:
             waits.forget()
-            if settings.run_dir is not None and os.getpid() == process:
-                with contextlib.suppress(OSError):
-                    settings.run_dir.rmdir()  # nothing has come into it
             if os.getpid() != process:
                 pass  # a process that the program has forked, and that ends by itself
             elif rank_of_process() == 0:
@@ -158,7 +143,7 @@ def _fly(program: Program, settings: Settings, quiet: bool) -> None:
                 begun[0].uninstall()
 
 
-def _sum_up(autopilot: Autopilot | None, run_dir: Path | None, quiet: bool) -> None:
+def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) -> None:
     """One line on stderr, and the report where something has happened. Never the program's trouble."""
     try:
         told, incidents, where = "nothing to guard, since torch was never imported", False, ""
@@ -168,8 +153,8 @@ def _sum_up(autopilot: Autopilot | None, run_dir: Path | None, quiet: bool) -> N
             unsound = autopilot.unsound()
             autopilot.uninstall()
             told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)
-            has_log = run_dir is not None and (run_dir / "run.jsonl").exists()
-            where = _report(run_dir, incidents) if run_dir is not None and has_log else ""
+            has_log = folder is not None and folder.is_made and (folder.path / "run.jsonl").exists()
+            where = _report(folder.path, incidents) if folder is not None and has_log else ""
         if (incidents or not quiet) and sys.stderr is not None:
             print(f"nanguard: {told}{where}", file=sys.stderr)
     except Exception:

@@ -24,6 +24,7 @@ from nanguard.incident.files import Draft, tree_of_rng
 from nanguard.incident.surroundings import environment
 from nanguard.naming import plain_name, unwrapped
 from nanguard.records import Outcome, Reading
+from nanguard.runlog import RunFolder
 from nanguard.snapshot.files import sync
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Bundles:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: str | Path | RunFolder,
         capture: Capture = "batch",
         *,
         precision: str = "fp32",
@@ -92,11 +93,16 @@ class Bundles:
         for name, value in (("batch_limit", batch_limit), ("weights_limit", weights_limit), ("most", most)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
-        self.run_dir, self.capture = Path(run_dir), capture
-        self.folder = self.run_dir / "incidents"
+        self._run_dir = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir)
+        self.capture = capture
         self._precision, self._rank, self._world_size = precision, rank, world_size
         self._batch_limit, self._weights_limit, self._most = batch_limit, weights_limit, most
         self._warned: set[str] = set()
+
+    @property
+    def folder(self) -> Path:
+        """Of all incidents; of a run that is not written to yet it may get another name."""
+        return self._run_dir.path / "incidents"
 
     def keep(
         self,
@@ -133,6 +139,7 @@ class Bundles:
         if self.capture == "none":
             return None
         try:
+            self._run_dir.make()
             capture = self._allowed(len(self._numbers()))
             if capture == "none":
                 return None
