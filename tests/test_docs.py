@@ -12,6 +12,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanguard
+from nanguard import (
+    Divergence,
+    DropBadGradients,
+    LossScale,
+    LowerLR,
+    Policy,
+    RaisePrecision,
+    Rollback,
+    Skip,
+    Snapshots,
+    bench,
+    rng,
+    runlog,
+    undo,
+)
+from nanguard.cli.run import PARENT
+from nanguard.incident import bundle
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -44,6 +61,60 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = world()
     for number, code in enumerate(SNIPPET.findall(page.read_text()), start=1):
         exec(compile(code, f"{page.name}, snippet {number}", "exec"), names)
+
+
+def _text(page: str) -> str:
+    """A page without its line breaks."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("page", "claim"),
+    [
+        ("docs/guide.md", f"Buffers of {undo._LARGE:,} elements and more"),
+        ("docs/guide.md", f"for {bench._CAREFUL_STEPS:,} steps, every update is looked at"),
+        ("docs/guide.md", f"the first {rng._FIRST} steps and every {rng._EVERY}th are looked at"),
+        ("docs/guide.md", f"max_norm={Policy().max_norm}) # each parameter group on its own (the default)"),
+        ("docs/runlog.md", f"`schema` ({runlog.SCHEMA})"),
+        ("docs/runlog.md", f"The first {runlog.EVERY_STEP_UNTIL:,} steps are all there"),
+        ("docs/runlog.md", f"the {runlog.AROUND} steps before and after each of the first {runlog._MOST_SURROUNDED} "),
+        ("docs/incidents.md", f"The first {bundle.MOST} bundles of a run hold data"),
+        ("docs/run.md", f"are in `{PARENT}/SCRIPT`"),
+        ("docs/getting-started.md", f"otherwise `{PARENT}/`"),
+        ("README.md", f"nanguard explain {PARENT}/train"),
+    ],
+)
+def test_numbers_in_the_docs_are_those_of_the_code(page: str, claim: str) -> None:
+    assert claim in _text(page)
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [
+        ("docs/guide.md", LossScale),
+        ("docs/recovery.md", Divergence),
+        ("docs/recovery.md", Snapshots),
+        ("docs/recovery.md", Skip),
+        ("docs/recovery.md", DropBadGradients),
+        ("docs/recovery.md", LowerLR),
+        ("docs/recovery.md", RaisePrecision),
+        ("docs/recovery.md", Rollback),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_defaults_in_the_docs_are_those_of_the_code(page: str, kind: Any) -> None:
+    """The first mention with every argument: in the table of rungs, or the line that explains it."""
+    name = kind.__name__
+    calls = re.findall(
+        rf"(?:\| `|`(?:nanguard\.)?|^```python\n)({name}\([^`\n]*\))", (ROOT / page).read_text(), re.MULTILINE
+    )
+    assert eval(calls[0], {name: kind}) == kind()
+
+
+def test_the_default_ladder_is_the_one_that_is_explained() -> None:
+    page = (ROOT / "docs" / "recovery.md").read_text()
+    code = next(code for code in SNIPPET.findall(page) if code.startswith("Policy().ladder == ("))
+    assert eval(code, vars(nanguard)) is True
 
 
 def test_there_are_snippets() -> None:
