@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +33,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def traced_ops(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many ops of the program were traced as they ran, with gradients on (True) or off."""
+    from nanguard.diagnosis import live
+
+    seen: Counter[bool] = Counter()
+
+    class Counted(live.Trace):
+        def _remember_node(self, *args: Any) -> None:  # called for each op, after its line was looked for
+            seen[torch.is_grad_enabled()] += 1
+            super()._remember_node(*args)
+
+    monkeypatch.setattr(live, "Trace", Counted)
+    return seen

@@ -27,6 +27,7 @@ import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned, same
 from nanguard import Halt, Policy, Rollback, Skip
 from nanguard.autopilot.pilot import Pilot
+from nanguard.backup import Backup
 from nanguard.cli import app
 from nanguard.report.page import make_report
 from optimizers import ALL, FUSED, NOT_FUSED
@@ -311,6 +312,79 @@ def test_lbfgs_is_let_through_and_taken_back(caplog: pytest.LogCaptureFixture) -
         assert torch.isfinite(train(50.0, 3)).all()
     assert autopilot.incidents
     assert "LBFGS computes or changes gradients inside step()" in caplog.text
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", ["LBFGS", "SGD with a closure", "SGD"])
+def test_an_interrupt_while_a_step_is_examined_gets_out(kind: str, interrupt: type[BaseException]) -> None:
+    """The step is taken back and counted before, and the program can go on after it."""
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            self.is_bad = self.interrupts = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_bad and self.interrupts:
+                raise interrupt("while examined")
+            self.interrupts = self.is_bad  # from the next call on, which is not the program's
+            return (self.lin(x).square() * (0.0 if self.is_bad else 1.0)).log()
+
+    with nanguard.install() as autopilot:
+        model = Logs()
+        optimizer = (
+            torch.optim.LBFGS(model.parameters(), max_iter=1) if kind == "LBFGS" else SGD(model.parameters(), 0.1)
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        def step() -> None:
+            if kind == "SGD":
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+
+        step()
+        before = everything(model, [optimizer])
+        model.is_bad = True
+        with pytest.raises(interrupt, match="while examined"):
+            step()
+        assert differences(before, everything(model, [optimizer])) == []
+        model.is_bad = model.interrupts = False
+        step()
+    assert len(autopilot.incidents) == 1
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (2, 1)
+
+
+def test_an_interrupt_before_it_is_known_whether_a_blind_step_was_good_takes_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    with nanguard.install() as autopilot:
+        optimizer = torch.optim.LBFGS([weight], lr=50.0, max_iter=4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight.log() ** 2).sum()
+            loss.backward()
+            return loss
+
+        def interrupted(self: Any) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Backup, "is_spoiled", interrupted)
+            optimizer.step(closure)
+        assert weight.tolist() == [1.0, 2.0]
+        optimizer.step(closure)
+    assert torch.isfinite(weight).all()
+    assert len(autopilot.incidents) == 1
 
 
 class SAM(Optimizer):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,7 +25,8 @@ from torch.nn.utils import parametrizations
 
 import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, loss_fn, make_batches, poisoned
-from nanguard import Guard, Policy, ProtocolError, Skip, Snapshots
+from nanguard import Guard, Halt, Policy, ProtocolError, Skip, Snapshots
+from nanguard.diagnosis import search
 from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.record import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
 from nanguard.diagnosis.replay import Replay
@@ -384,6 +387,9 @@ def test_a_model_that_cannot_be_called_again_is_traced_the_next_time() -> None:
     assert the(guard).source.line == line("once")
 
 
+SEARCHES = "up to 10 of the next steps are traced as they run, then at most 2% of the time"
+
+
 def bad_loss(out: Tensor) -> Tensor:
     return out.sum() + (out.detach() - 9).sum().log()  # bad loss
 
@@ -403,7 +409,7 @@ def test_a_fault_in_the_loss_is_found_by_tracing_the_next_step(loss_of: Any, mar
     own(guard, with_zero(), loss_of)
     assert (the(guard).capture, the(guard).cause) == ("module", "unknown")
     assert words in the(guard).because
-    assert the(guard).notes == ("the next 3 steps are traced as they run",)
+    assert the(guard).notes == (SEARCHES,)
     own(guard, with_zero())
     own(guard, with_zero(), loss_of)
     assert the(guard).capture == "live"
@@ -426,7 +432,7 @@ def test_where_nothing_was_captured_it_says_so_and_traces_the_next_steps() -> No
     step()
     assert (the(guard).capture, the(guard).cause) == ("none", "unknown")
     assert "inside `with guard.autocast():`" in the(guard).fix.words
-    assert the(guard).notes == ("the next 3 steps are traced as they run",)
+    assert the(guard).notes == (SEARCHES,)
     step()
     assert the(guard).capture == "live"
 
@@ -451,15 +457,65 @@ def test_a_method_called_in_a_loop_of_ones_own_is_found_the_next_time() -> None:
     assert (the(guard).cause, the(guard).source.line) == ("log_of_zero", line("encode"))
 
 
-def test_tracing_ends_by_itself() -> None:
-    guard = fragile(torch.relu)
+def test_a_fault_that_is_not_located_has_few_steps_traced_and_no_other_search(
+    traced_ops: Counter[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    guard, traced = fragile(torch.relu), []
     own(guard, with_zero(), bad_loss)
-    for _ in range(3):
+    assert not traced_ops, "nothing is traced before"
+    for number in range(200):
+        before = traced_ops.total()
         own(guard, with_zero())
-    own(guard, with_zero(), bad_loss)
-    assert (the(guard).capture, the(guard).cause) == ("module", "unknown"), "and begins anew"
-    own(guard, with_zero(), bad_loss)
-    assert the(guard).capture == "live"
+        traced += [number] if traced_ops.total() > before else []
+    assert traced[: search.BURST] == list(range(search.BURST))
+    assert len(traced) < 40, "after the burst only as many as fit into a small share of the time"
+    for _ in range(search.BURST):
+        own(guard, with_zero(), bad_slope)
+        own(guard, with_zero() + 1)
+    assert sum("was not located" in record.message for record in caplog.records) <= 2, "once for each kind"
+
+
+def test_the_search_keeps_to_its_share_of_the_time_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    now, traced = [0.0], []
+    found = search.Search(lambda: now[0])
+    kind, other = ("loss", "unknown"), ("gradients", "unknown")
+    assert not found.wants_step()
+    assert found.begin(kind, 7)
+    while found.is_on:
+        if found.wants_step():
+            traced.append(now[0])
+            now[0] += 9.0 if len(traced) == 20 else 1.0
+            found.spent(9.0 if len(traced) == 20 else 1.0)
+        else:
+            now[0] += 0.1
+        assert found.is_on == found.begin(kind, 8), "the same kind does not begin anew"
+    assert traced[: search.BURST] == list(range(search.BURST)), "at once"
+    later = traced[search.BURST :]
+    assert len(traced) == search.MOST_STEPS
+    assert (len(later) + 8) / (later[-1] + 1 - search.BURST) <= search.SHARE
+    assert all(49 <= b - a < 51 for a, b in itertools.pairwise(later[:9])), "spread out"
+    assert later[10] - later[9] >= 49 * 9, "a long one is paid for"
+    assert not found.begin(kind, 9)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the fault of step 7 was not located",
+        "the search for the fault is given up",
+    ]
+    assert found.begin(other, 10)
+    assert found.wants_step()
+    found.found()
+    assert not found.wants_step()
+
+
+def test_long_steps_end_the_burst_early() -> None:
+    now = [0.0]
+    found = search.Search(lambda: now[0])
+    found.begin(("loss",), 0)
+    num = 0
+    while found.wants_step():
+        now[0] += 25.0
+        found.spent(25.0)
+        num += 1
+    assert num == 3
 
 
 def test_listening_keeps_nobody_from_copying_or_saving_the_model() -> None:
@@ -595,6 +651,30 @@ def test_a_program_that_raises_when_it_is_run_again(
     assert guard.counts["applied"] == 1
     assert guard.counts["skipped"] == 2
     assert the(guard).cause == "log_of_zero"
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_gets_out_of_an_examination_of_a_run_that_halts(interrupt: type[BaseException], sync: str) -> None:
+    """Not in the place of a later one, either."""
+    calls: list[int] = []
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        if bool((x == 0).any()):
+            calls.append(1)
+            if len(calls) == 2:
+                raise interrupt("while examined")
+        return model(x).sum()
+
+    guard = fragile(sync=sync, policy=Policy([Halt()]))
+    before = everything(guard.model, guard.optimizers)
+    with pytest.raises(interrupt, match="while examined"):
+        guard.step(loss_of, with_zero())
+        guard.settle()
+    assert differences(before, everything(guard.model, guard.optimizers)) == []
+    with pytest.raises(nanguard.NonFiniteError):
+        guard.step(loss_of, with_zero())
+        guard.settle()
 
 
 # ---- trials --------------------------------------------------------------------------------------------------------

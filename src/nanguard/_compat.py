@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.data import DataLoader, IterableDataset
 
 foreach_copy_: Any = torch._foreach_copy_
@@ -202,6 +207,30 @@ def unwatched() -> contextlib.AbstractContextManager[Any]:
     """Ops inside are not seen by any dispatch mode."""
     context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode is active in this thread."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
+def is_top_mode(mode: Any) -> bool:
+    """Whether this dispatch mode is the innermost one."""
+    stack = _get_current_dispatch_mode_stack()
+    return bool(stack) and stack[-1] is mode
+
+
+def leave_mode(mode: Any) -> None:
+    """Leaves a dispatch mode, below those that the program has entered since: ``__exit__`` alone would leave theirs."""
+    if not any(each is mode for each in _get_current_dispatch_mode_stack()):
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    _push_mode(mode)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def hooked_modules(model: nn.Module, *, backward: bool) -> list[str]:

@@ -88,8 +88,13 @@ class Bench:
         """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
         spoiled: list[bool] = []
         backup = Backup(self.shield.optimizers)
-        yield spoiled
-        if self.ranks.any(backup.is_spoiled()):
+        try:
+            yield spoiled
+            is_spoiled = self.ranks.any(backup.is_spoiled())
+        except (KeyboardInterrupt, SystemExit):  # half a step, or one that nobody has looked at
+            backup.put_back()
+            raise
+        if is_spoiled:
             backup.put_back()
             spoiled.append(True)
             self.be_careful()

@@ -177,16 +177,15 @@ class Late:
             bench.journal.record(overflow)
             return
         wake = self._put_back(window)
-        answer = None if verdict.kind == "overflow" else self._climber.answer(window, verdict.reading)
-        if answer is None:
+        if verdict.kind == "overflow":
             self._go_on(overflow, wake)
-        elif answer.went_back:
-            bench.journal.record(answer.outcome(applied=False))
-            interrupt = self._climber.casebook.take_interrupt()
-            if interrupt is not None:
-                raise interrupt
-        else:
-            self._go_on(answer.outcome(applied=False), wake)
+            return
+        with self._climber.casebook.letting_interrupts_out():
+            answer = self._climber.answer(window, verdict.reading)
+            if answer.went_back:
+                bench.journal.record(answer.outcome(applied=False))
+            else:
+                self._go_on(answer.outcome(applied=False), wake)
 
     def _take_back_tick(self, window: Window) -> None:
         """The schedule as if this step had not advanced it and the ones in flight behind it had."""
@@ -211,12 +210,9 @@ class Late:
 
     def _go_on(self, outcome: Outcome, wake: list[Window]) -> None:
         """Records, and runs the wake again."""
-        interrupt = self._climber.casebook.take_interrupt()
-        goes_on = outcome.action.response != "halt" and interrupt is None
+        goes_on = outcome.action.response != "halt" and not self._climber.casebook.is_interrupted
         rerun = [each for each in wake if each.rerunnable] if goes_on else []
         self._bench.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))
-        if interrupt is not None:
-            raise interrupt
         if rerun:
             self._run_again(rerun)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -26,6 +25,7 @@ from nanguard.backup import Backup
 from nanguard.bench import Bench
 from nanguard.capture import Call
 from nanguard.diagnosis.live import FOREVER
+from nanguard.diagnosis.search import Search
 from nanguard.journal import Journal
 from nanguard.ladder import Halt
 from nanguard.numerics.clip import scale_
@@ -38,13 +38,10 @@ from nanguard.window import Window
 
 log = logging.getLogger("nanguard")
 
-TRACED_STEPS = 300
-"""After a bad step of which nothing is known so many are traced: in a small data set the same batch comes again."""
-
 _LARGEST_COPY = 256 << 20
 """In bytes."""
 
-_ADVICE = "none yet: the next steps are traced, to find it when it comes again; --trace does so from the first on"
+_ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
 
 
 @dataclass(slots=True)
@@ -104,6 +101,7 @@ class Pilot:
         *,
         name: str,
         shares: bool,
+        search: Search,
     ) -> None:
         self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
         device = optimizer.param_groups[0]["params"][0].device
@@ -145,9 +143,8 @@ class Pilot:
         self.clinic = self.steps.climber.clinic
         self.clinic.advice = _ADVICE
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
-        self.clinic.live.patience = FOREVER if settings.trace else TRACED_STEPS if goes_on else 0
-        if settings.trace:
-            self.clinic.live.arm()
+        live = self.clinic.live
+        live.search, live.is_always, live.is_allowed = search, settings.trace, settings.trace or goes_on
         if not _is_trusted(optimizer):
             self.bench.careful_until = FOREVER
         self.num_calls = 0
@@ -156,16 +153,6 @@ class Pilot:
         """Identities of the pilots that stepped in the same round, when that was last seen."""
         self._num_params = sum(len(group) for group in self.shield.groups())
         self.grad_scaler: Any = None
-
-    @property
-    def is_tracing(self) -> bool:
-        return self.clinic.live.is_on
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Around all that the program does in a step."""
-        with _compat.without_compilation(), self.clinic.live.following():
-            yield
 
     def open(self) -> None:
         """A step begins; what it may change is noted."""
@@ -194,7 +181,7 @@ class Pilot:
         """From one that knew fewer parameters."""
         self.bench.num_steps, self.bench.journal = other.bench.num_steps, other.bench.journal
         self.num_calls, self.grad_scaler, self.bench.scaler = other.num_calls, other.grad_scaler, other.bench.scaler
-        self.clinic.live.left = other.clinic.live.left
+        self.clinic.live.take_over(other.clinic.live)
 
     def look_again(self) -> None:
         """The program may have put other tensors in the place of those that it trains."""
@@ -258,23 +245,35 @@ class Pilot:
         """Takes the step back where it has made something non-finite."""
         bench, window = self.bench, self.bench.window
         assert window is not None
-        self._fill(window, this)
         bench.window = None
         bench.num_steps += 1
-        losses = [float(loss) for loss in this.losses]
-        loss = next((each for each in losses if not math.isfinite(each)), losses[0] if losses else math.nan)
-        rates = bench.schedule.known_rates
-        reading = Reading(step=window.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates)
-        if backup.is_spoiled():
-            found: Found = "loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update"
+        try:
+            self._fill(window, this)
+            reading = self._read_blind_step(window, this, is_spoiled=backup.is_spoiled())
+            if reading.found:
+                backup.put_back()
+                bench.buffers.undo_()
+        except (KeyboardInterrupt, SystemExit):  # it is not known whether the step was good, or half of it is put back
             backup.put_back()
             bench.buffers.undo_()
-            answer = self.steps.climber.answer(window, replace(reading, found=(found,)))
-            bench.journal.record(answer.outcome(applied=False))
+            raise
+        if reading.found:
+            with self.steps.climber.casebook.letting_interrupts_out():
+                answer = self.steps.climber.answer(window, reading)
+                bench.journal.record(answer.outcome(applied=False))
         else:
             verdict = Verdict(kind="healthy", reading=reading)
             bench.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
         self.open()
+
+    def _read_blind_step(self, window: Window, this: Round, *, is_spoiled: bool) -> Reading:
+        losses = [float(loss) for loss in this.losses]
+        loss = next((each for each in losses if not math.isfinite(each)), losses[0] if losses else math.nan)
+        found: tuple[Found, ...] = ()
+        if is_spoiled:
+            found = ("loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update",)
+        rates = self.bench.schedule.known_rates
+        return Reading(step=window.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
 
     def sit_out(self, this: Round) -> None:
         """Another optimizer of the same round has been refused: all of them step, or none does."""

@@ -16,6 +16,7 @@ from nanguard.autopilot.census import Census
 from nanguard.autopilot.crew import crew_of, has_guard, names_in_sight, owners
 from nanguard.autopilot.pilot import Pilot
 from nanguard.autopilot.settings import Settings
+from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
 from nanguard.journal import Journal
 from nanguard.records import Incident
@@ -35,6 +36,7 @@ class Roster:
         self._seats: list[tuple[weakref.ref[Pilot], Journal]] = []
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
+        self._search = Search()
         self.census = Census()
         self.num_optimizers = 0
         """That have ever been guarded."""
@@ -92,7 +94,8 @@ class Roster:
         kind = type(optimizer).__name__
         crew, roots = self._crew(optimizer, names)
         try:
-            pilot = Pilot(optimizer, crew, roots, self._settings, name=name, shares=bool(self.pilots))
+            shares = bool(self.pilots)
+            pilot = Pilot(optimizer, crew, roots, self._settings, name=name, shares=shares, search=self._search)
             first = next((other for other in self.pilots if other.bench.model is crew), None)
             if first is not None:
                 pilot.leave_buffers_to(first)
@@ -120,7 +123,10 @@ class Roster:
         """With the modules whose parameters the program has added; as it was where that cannot be."""
         crew, roots = self._crew(pilot.optimizer, {})
         try:
-            new = Pilot(pilot.optimizer, crew, roots, self._settings, name=pilot.name, shares=pilot.sync == "eager")
+            shares = pilot.sync == "eager"
+            new = Pilot(
+                pilot.optimizer, crew, roots, self._settings, name=pilot.name, shares=shares, search=self._search
+            )
         except Exception:
             log.exception("parameters that were added to %s are not looked after", type(pilot.optimizer).__name__)
             return pilot

@@ -19,6 +19,7 @@ from nanguard.autopilot.pilot import Pilot, Round
 from nanguard.autopilot.roster import Roster, pilot_of
 from nanguard.autopilot.settings import Settings
 from nanguard.autopilot.shield import Step
+from nanguard.autopilot.tracing import Tracer
 from nanguard.capture import Call, Ear
 from nanguard.diagnosis.autopsy import examine_graph
 from nanguard.diagnosis.source import calling_line
@@ -42,7 +43,7 @@ class Tower:
         self._is_closed = False
         self._is_in_backward = False
         self._pid = os.getpid()
-        self._traced: tuple[Pilot, contextlib.ExitStack] | None = None
+        self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
         self._ear = Ear(self._open_calls, self._random_states, "cpu")
         self._switchboard = Switchboard(self.heard, self._open_calls, self._ear)
         os.register_at_fork(after_in_child=self._leave_alone)
@@ -75,6 +76,7 @@ class Tower:
         self.take_in()
         if self._open_calls() is None:
             return
+        self._tracer.resume()
         with self._at_work("what a step may change could not be noted"):
             for pilot in self.pilots:
                 if pilot not in self._round.noted and any(id(each) == root for each in pilot.roots):
@@ -85,11 +87,12 @@ class Tower:
         if pilot is not None:
             self._switchboard.listen(pilot.roots)
             self._ear.device = pilot.bench.device.type
-            self._start_tracing()
+            self._tracer.start(self.pilots)
 
     def backward(self, tensors: Any) -> None:
         """The program is about to compute gradients of these."""
         self.take_in()
+        self._tracer.resume()
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
             self._begin_round()
@@ -130,12 +133,12 @@ class Tower:
 
     def _look_at_trace(self, loss: Tensor) -> None:
         """As long as the gradients are there."""
-        if self._traced is None:
+        live = self._tracer.live
+        if live is None:
             return
         with self._at_work("what was traced could not be looked at"):
             if self._hand is not None and self._hand.pilot is not None:
                 self._hand.pilot.look_again()
-            live = self._traced[0].clinic.live
             self._round.live = live.after_backward(loss) or self._round.live
 
     def before_grad(self, outputs: Any) -> None:
@@ -177,7 +180,7 @@ class Tower:
             return None if call is None else call()
         once = _Once(call)
         if pilot.has_grown and not self.is_nested:
-            self._stop_tracing()
+            self._tracer.stop()
             with self._busy():
                 pilot.steps.settle()
                 pilot = self.roster.renew(pilot)
@@ -185,7 +188,7 @@ class Tower:
             if is_blind:
                 result = self._step_blindly(pilot, once)
             else:
-                self._stop_tracing()
+                self._tracer.stop()
                 with self._busy():
                     result = self._step(pilot, None if call is None else once)
         except NonFiniteError:
@@ -196,7 +199,7 @@ class Tower:
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
             self.roster.dismiss(pilot)
             return once.result if once.is_called else once()
-        self._start_tracing()
+        self._tracer.start(self.pilots)
         return result if once.is_called else otherwise
 
     def num_calls(self, optimizer: Optimizer) -> int:
@@ -213,7 +216,7 @@ class Tower:
         is_first = not this.stepped
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
             this.calls.clear()
-            pilot.clinic.live.patience = 0
+            pilot.clinic.live.is_allowed = False
         this.stepped.append(pilot)
         is_torn = this.refused or (is_first and self._has_bad_companion(pilot))
         if call is not None and is_torn and not pilot.has_bad_gradients():  # who has bad ones says so
@@ -238,7 +241,7 @@ class Tower:
             backup = pilot.before_blind_step()
         self._begin_round()
         result = call()
-        self._stop_tracing()
+        self._tracer.stop()
         with self._busy():
             self._round.stepped.append(pilot)
             pilot.after_blind_step(backup, self._round)
@@ -264,18 +267,18 @@ class Tower:
     def _step_by_hand(self, hand: Hand) -> None:
         """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
         with self._at_work("a step could not be looked at"):
-            self._stop_tracing()
+            self._tracer.stop()
             if hand.pilot is None:
                 hand.pilot = self.roster.enroll(hand.optimizer, "", {})
                 self._welcome(hand.pilot)
-                self._stop_tracing()
+                self._tracer.stop()
             if hand.pilot is not None:
                 self._round.stepped.append(hand.pilot)
                 hand.pilot.look_again()
                 hand.pilot.step(lambda: None, self._round)
                 if self._round.refused:
                     hand.clear_gradients()
-        self._start_tracing()
+        self._tracer.start(self.pilots)
 
     @property
     def pilots(self) -> list[Pilot]:
@@ -302,21 +305,9 @@ class Tower:
         pilots = self.pilots
         return pilots[0].bench.dice.now(pilots[0].bench.num_steps) if pilots else None
 
-    def _start_tracing(self) -> None:
-        """From the end of one step to the next; one trace at a time."""
-        if self._traced is None and not self.is_nested:
-            for pilot in self.pilots:
-                if pilot.is_tracing:
-                    stack = contextlib.ExitStack()
-                    stack.enter_context(pilot.tracing())
-                    self._traced = pilot, stack
-                    return
-
-    def _stop_tracing(self) -> None:
-        if self._traced is not None and not self.is_nested:
-            _, stack = self._traced
-            self._traced = None
-            stack.close()
+    def _has_begun_step(self) -> bool:
+        """Whether a module was called with gradients since an optimizer last stepped."""
+        return bool(self._round.calls) and not self._round.stepped
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -329,7 +320,7 @@ class Tower:
         """Hears of what is under way, and ends the run log. Afterwards the program is on its own."""
         if self._is_closed or os.getpid() != self._pid:
             return
-        self._stop_tracing()
+        self._tracer.stop()
         self._is_busy = True
         self.roster.close()
         self._switchboard.hang_up()
@@ -337,7 +328,7 @@ class Tower:
 
     def _leave_alone(self) -> None:
         """In a forked process, such as a worker of a DataLoader."""
-        self._stop_tracing()
+        self._tracer.stop()
         self._is_closed = True
 
     @contextlib.contextmanager

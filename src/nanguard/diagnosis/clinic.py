@@ -19,6 +19,7 @@ from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.record import Diagnosis, Fix
+from nanguard.diagnosis.search import BURST, SHARE
 from nanguard.diagnosis.source import source_of
 from nanguard.records import Reading
 from nanguard.recovery.rehearsal import Rehearsal
@@ -28,6 +29,9 @@ log = logging.getLogger("nanguard")
 
 How = Literal["auto", "full", "brief", "off"]
 Kind = tuple[str, ...]
+
+_SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
+_GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
 """After so many examinations that all ended alike, the next ones are taken for the same, as long as the same shows."""
@@ -50,7 +54,8 @@ class Clinic:
         """What to do to have more found out, where the step cannot be handed over."""
         self._seen: Counter[Kind] = Counter()
         self._modules: dict[Kind, tuple[str, ...]] = {}
-        self._traced: tuple[tuple[str, ...], Diagnosis] | None = None
+        self._traced: dict[tuple[str, ...], Diagnosis] = {}
+        """What traced steps have told, by where it showed."""
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
@@ -117,10 +122,11 @@ class Clinic:
         if window.rerunnable and window.microbatches:
             return self._doctor.examine(window, reading, past, self._is_deep, update=update)
         if window.live is not None and not window.live.is_finite:
-            self.live.has_found()
+            if reading.found not in self._traced:
+                self.live.search.found()
             exam = Exam(self._bench, window, window.live, past, None)
             traced = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
-            self._traced = reading.found, traced
+            self._traced[reading.found] = traced
             return traced
         diagnosis = self._doctor.examine_update(window, reading, past) if update else None
         if diagnosis is not None:
@@ -141,15 +147,15 @@ class Clinic:
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
         """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
-        found, known = self._traced or ((), None)
-        if known is not None and found == reading.found:
+        known = self._traced.get(reading.found)
+        if known is not None:
             return _taken_for(known, reading, f"not traced: taken for the same as in step {known.step:,}")
-        if not self.live.patience:
+        if not self.live.is_allowed or self.live.is_always:
             return diagnosis
-        self.live.arm()
-        note = f"the next {self.live.left} steps are traced as they run"
+        if not self.live.arm((*reading.found, *_kind(diagnosis)), reading.step):
+            return replace(diagnosis, notes=(*diagnosis.notes, _GIVEN_UP))
         fix = Fix(words=self.advice) if self.advice and diagnosis.cause == "unknown" else diagnosis.fix
-        return replace(diagnosis, notes=(*diagnosis.notes, note), fix=fix)
+        return replace(diagnosis, notes=(*diagnosis.notes, _SEARCHES), fix=fix)
 
     def _of_calls(self, window: Window, reading: Reading, past: Past) -> Diagnosis | None:
         """The model from its captured inputs, with the gradient that reached its output."""

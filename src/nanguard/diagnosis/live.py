@@ -1,9 +1,10 @@
-"""Tracing a step as it runs, where nothing could be replayed: armed after a bad one, for the next few."""
+"""Tracing a step as it runs, where nothing could be replayed: after a bad one, for some of the next."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,45 +16,55 @@ from nanguard.diagnosis.batches import named_tensors
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import BATCH
+from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce
 
 log = logging.getLogger("nanguard")
 
-ARMED_STEPS = 3
 FOREVER = 1 << 62
 
 
 class Live:
-    """``left`` says how many steps are still to be traced."""
+    """Traces the steps that ``search`` asks for; all of them if ``is_always``, none unless ``is_allowed``."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._inventory = Inventory(bench)
         self._run: Run | None = None
-        self.left = 0
-        self.patience = ARMED_STEPS
+        self._is_armed = False
+        self._is_used = False
+        self._entered: float | None = None
+        self._seconds = 0.0
+        self.search = Search()
+        self.is_always = False
+        self.is_allowed = True
 
     @property
     def is_on(self) -> bool:
         """Whether the step that has begun is traced."""
         return self._run is not None
 
-    def arm(self) -> None:
-        """From the next step on, for as many as ``patience`` says."""
-        self.left = max(self.left, self.patience)
+    @property
+    def takes_too_long(self) -> bool:
+        """Whether the step has been traced for so long that it is not worth it; maybe there will be no other step."""
+        now = time.perf_counter()
+        return not self.is_always and self._seconds + now - (self._entered or now) > LONGEST_BURST
 
-    def has_found(self) -> None:
-        """Goes on for as long as it takes to see whether it comes again."""
-        if self.patience < FOREVER:
-            self.left = min(self.left, ARMED_STEPS)
+    def arm(self, kind: Kind, step: int) -> bool:
+        """An incident was not located. True if steps are traced from now on; False after a search without result."""
+        self._is_armed = self.search.begin(kind, step)
+        return self._is_armed
+
+    def take_over(self, other: Live) -> None:
+        self._is_armed = other._is_armed
 
     def begin(self, batch: Any) -> None:
         """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
-        self._run = None
-        if self.left <= 0 or self._bench.is_capturing:
+        self._charge()
+        if not self._is_wanted() or self._bench.is_capturing:
             return
-        self.left -= 1
+        began = time.perf_counter()
         try:
             trace = Trace(self._inventory.module_names())
             introduce(trace, self._inventory)
@@ -61,13 +72,26 @@ class Live:
                 trace.know(name, tensor, BATCH)
             self._run = Run(trace)
         except Exception:
-            self.left = 0
+            self.is_allowed = False
             log.warning("the step cannot be traced as it runs", exc_info=True)
+        self._seconds = time.perf_counter() - began
+
+    def _is_wanted(self) -> bool:
+        if self.is_always:
+            return self.is_allowed
+        self._is_armed = self._is_armed and self.search.is_on
+        return self._is_armed and self.is_allowed and self.search.wants_step()
+
+    def _charge(self) -> None:
+        """The last step is over. Of several ranks each may trace another step, and all wait for it."""
+        if self._run is not None and self._is_used and not self.is_always:
+            self.search.spent(self._seconds * self._bench.ranks.size)
+        self._run, self._is_used, self._seconds = None, False, 0.0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around a part of the step."""
-        if self._run is None:
+        if self._run is None or self.takes_too_long:
             yield
             return
         with GradientHooks(self._inventory.module_names(), self._run.hooks), self.following():
@@ -76,12 +100,22 @@ class Live:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Around code of which it is not known where it ends: it may be left from inside a call of torch's."""
-        with contextlib.nullcontext() if self._run is None else self._run.trace:
+        if self._run is None:
             yield
+            return
+        trace, self._is_used = self._run.trace, True
+        began = self._entered = time.perf_counter()
+        trace.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            _compat.leave_mode(trace)
+            self._seconds += time.perf_counter() - began
+            self._entered = None
 
     def after_backward(self, loss: Tensor) -> Run | None:
         """What showed, as long as gradients are still there; None where the step was not traced. Syncs."""
-        run = self._run
+        run, began = self._run, time.perf_counter()
         if run is None or not run.is_finite:
             return run
         try:
@@ -94,4 +128,6 @@ class Live:
         except Exception:
             log.warning("what was traced of the step cannot be looked at", exc_info=True)
             return None
+        if self._entered is None:
+            self._seconds += time.perf_counter() - began
         return run

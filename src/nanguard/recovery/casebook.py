@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 from nanguard.bench import Bench
@@ -54,10 +56,20 @@ class Casebook:
         path = self._bundles.write(self._bench.journal.next_number, outcome, kept)
         return "" if path is None else as_seen(path)
 
-    def take_interrupt(self) -> KeyboardInterrupt | SystemExit | None:
-        """What interrupted an examination, for whoever has recorded its outcome to raise."""
-        interrupt, self._clinic.interrupt = self._clinic.interrupt, None
-        return interrupt
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C, or an exit, came while the step was examined."""
+        return self._clinic.interrupt is not None
+
+    @contextlib.contextmanager
+    def letting_interrupts_out(self) -> Iterator[None]:
+        """Around answering and recording a step: what interrupted its examination is raised then, whatever happens."""
+        try:
+            yield
+        finally:
+            interrupt, self._clinic.interrupt = self._clinic.interrupt, None
+            if interrupt is not None:
+                raise interrupt
 
 
 def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
