@@ -95,7 +95,7 @@ def train(how: str, device: torch.device, limit: int, *, smoke: bool) -> dict[st
     small, large = (SMOKE_SMALL, SMOKE_LARGE) if smoke else (SMALL, LARGE)
     if limit:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        torch.cuda.set_per_process_memory_fraction(limit / total, 0)
     begin, end = (5, 3) if smoke else (2 * EVERY + 1, 20)
     cycle = small.batches(device, num=8)
     batches = [cycle[place % 8] for place in range(begin)] + large.batches(device, num=1) + cycle[:8] * (end // 8 + 1)
