@@ -453,3 +453,28 @@ def test_a_captured_step_is_replayed_inside_an_epoch_and_goes_back() -> None:
     assert [i.outcome.action.response for i in guard.incidents] == ["skip", "roll_back"]
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
     assert guard.can_save()
+
+
+def test_forward_passes_that_are_left_out_cost_no_sync() -> None:
+    """The program throws one pass in three away, and what that has done to buffers is put back on the device."""
+    good, bad = make_batches(1, device="cuda")[0], poisoned(make_batches(1, device="cuda"), 0)[0]
+
+    def make_step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        opt.zero_grad()
+        for batch in (bad, good, bad, good, bad):
+            loss = loss_fn(model, batch)
+            if batch is good:
+                loss.backward()
+        opt.step()
+
+    with nanguard.install(sync="late") as autopilot:
+        model, opt = build(FUSED["AdamW"], device="cuda")
+        for _ in range(4):
+            make_step(model, opt)
+        with syncs_are_errors():
+            for _ in range(4):
+                make_step(model, opt)
+        assert autopilot.unsound() == ()
+    assert autopilot.incidents == []
+    assert autopilot.counts["applied"] == 8
+    assert model.norm.num_batches_tracked == 16

@@ -84,7 +84,15 @@ LAYERS = [
         "snapshot.copies",
         "snapshot.disk",
     },
-    {"checkpoint.distributed", "checkup.loop", "diagnosis.record", "precision", "salvage", "snapshot.writer"},
+    {
+        "checkpoint.distributed",
+        "checkup.loop",
+        "diagnosis.record",
+        "discarded",
+        "precision",
+        "salvage",
+        "snapshot.writer",
+    },
     {
         "autopilot.scale",
         "checkpoint.checker",

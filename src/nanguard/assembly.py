@@ -24,6 +24,7 @@ from nanguard import __version__, _compat
 from nanguard.agree import Ranks
 from nanguard.bench import Bench
 from nanguard.clipper import Clip, Clipper
+from nanguard.discarded import LastForward
 from nanguard.incident.bundle import Bundles
 from nanguard.islands import Islands
 from nanguard.journal import Journal
@@ -106,6 +107,7 @@ def assemble(
         ranks=ranks,
         board=Board(device, ranks),
         buffers=buffers,
+        last_forward=LastForward(model, device),
         ema=ema,
         islands=Islands(model, device.type),
         dice=Dice(device),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nanguard.agree import Ranks
 from nanguard.backup import Backup
 from nanguard.clipper import Clipper
+from nanguard.discarded import LastForward
 from nanguard.errors import NonFiniteError
 from nanguard.islands import Islands
 from nanguard.journal import Journal
@@ -61,6 +62,7 @@ class Bench:
     ranks: Ranks
     board: Board
     buffers: Undo
+    last_forward: LastForward
     ema: Any
     islands: Islands
     dice: Dice
@@ -133,6 +135,16 @@ class Bench:
             self.salvage.buffers.note_()
         window.in_microbatch = True
 
+    def begin_own_forward(self, window: Window) -> None:
+        """Before a forward pass in a loop of the user's own, who may have thrown away the one before it."""
+        if self.is_capturing:
+            return
+        if window.has_begun:
+            self.last_forward.follow_()
+        else:
+            window.has_begun = True
+            self.last_forward.begin_(self.buffers)
+
     def backward(self, window: Window, loss: Tensor) -> Tensor:
         """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped.
 
@@ -142,6 +154,7 @@ class Bench:
         loss = loss if loss.ndim == 0 else loss.reshape(())
         seen = loss.detach()
         window.losses.append(seen)
+        self.last_forward.was_used([seen])
         window.in_microbatch = False
         mean = loss if window.divisor == 1 else loss / window.divisor
         scaled = mean if self.scaler is None else self.scaler.scaled(mean)
@@ -219,6 +232,7 @@ class Bench:
         self.buffers.watch_buffers(unwrapped(self.model))
         if self.salvage is not None:
             self.salvage.buffers.watch_buffers(unwrapped(self.model))
+        self.last_forward.look_again()
         self.roll.look_again(self.model)
         self.names = names_of(self.model)
         self.modules = list(self.model.modules())
@@ -245,11 +259,13 @@ class Bench:
             passes = len(self.window.losses)
             log.warning("step %d was left in the middle: its %d backward passes are dropped", self.window.step, passes)
             self.clear()
+        self.last_forward.mend_in_any_case_()
         self.window = None
 
     def clear(self) -> None:
         """Leaves nothing of a step that was not finished."""
         self.buffers.undo_()
+        self.last_forward.forget()
         self.shield.end_step()
         self.window = None
 

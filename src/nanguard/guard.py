@@ -182,7 +182,9 @@ class Guard:
         if torch.is_grad_enabled():
             window = window or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
             self._bench.begin_microbatch(window)
+            self._bench.begin_own_forward(window)
             return self._steps.in_own_loop()
+        self._bench.last_forward.mend_()
         return self._bench.precision.autocast()
 
     def backward(self, loss: Tensor) -> None:

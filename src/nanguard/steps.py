@@ -106,6 +106,7 @@ class Steps:
     def open(self, *, rerunnable: bool, divisor: int) -> Window:
         """Begins a step: hears of what is due, then notes what the step may change."""
         if not self.bench.is_capturing:
+            self.bench.last_forward.mend_in_any_case_()
             self.mode.before()
             self._ease()
             self._before_the_first_step()
@@ -156,6 +157,8 @@ class Steps:
             self.bench.is_captured = True
             self._captured = window.layout, self.bench.board.filled  # a graph goes on writing to this very memory
             return
+        self.bench.last_forward.mend_unused_()
+        self.bench.last_forward.forget()
         self.bench.num_steps += 1
         if self.data.is_going_back:  # the rest of a loop's body, of a batch that will come again
             self.bench.clear()
@@ -289,6 +292,7 @@ class Steps:
     def hear(self) -> None:
         between_steps = self.bench.window is None or not self.bench.window.losses
         if between_steps:
+            self.bench.last_forward.mend_()  # a snapshot may be taken now
             self.mode.before()
         self._follow()
         if between_steps and self.keeper is not None:
@@ -323,6 +327,8 @@ class Steps:
             self.bench.journal.remember(answer.outcome(applied=False))
 
     def settle(self) -> None:
+        if self.bench.window is None or not self.bench.window.losses:
+            self.bench.last_forward.mend_()
         self.mode.settle()
 
     def ask_the_host(self) -> None:

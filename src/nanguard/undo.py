@@ -37,6 +37,8 @@ class _Slot:
     saved: Tensor | None = None
     origin: Tensor | None = None
     version: int | None = None
+    module: int = 0
+    """The number of the module that it belongs to, among those that have tensors here."""
 
     @property
     def current(self) -> Tensor | None:
@@ -100,6 +102,7 @@ class _Bank:
         self._saved = torch.cat([t.detach().reshape(-1) for t in tensors])
         self._now = torch.empty_like(self._saved)
         self._lengths = torch.tensor(sizes, device=self._saved.device)
+        self._modules = torch.tensor([slot.module for slot in slots], device=self._saved.device)
         self._saved_views, self._now_views = (
             [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
             for flat in (self._saved, self._now)
@@ -132,6 +135,19 @@ class _Bank:
         torch.where(bad, self._saved, self._now, out=self._now)
         _compat.foreach_copy_(self._known, self._now_views)
 
+    def find_spoiled_(self, modules: Tensor) -> None:
+        """Sets the flags of the modules that have a tensor here with a new non-finite element."""
+        flags = (~torch.isfinite(self.peaks())).to(modules.dtype)
+        modules.scatter_reduce_(0, self._modules, flags, "amax")
+
+    def mend_(self, modules: Tensor) -> None:
+        """Puts back the tensors of the modules with a flag. Writes every tensor, the others with what they hold."""
+        bad = torch.repeat_interleave(modules[self._modules] != 0, self._lengths, output_size=self._saved.numel())
+        _compat.foreach_copy_(self._now_views, self._known)
+        torch.where(bad, self._saved, self._now, out=self._now)
+        # By .data, or torch would raise in the backward pass of a loss that needs one of them.
+        _compat.foreach_copy_([tensor.data for tensor in self._known], self._now_views)
+
     def peaks(self) -> Tensor:
         """The largest absolute value of each tensor, over the elements that were finite before the step."""
         _compat.foreach_copy_(self._now_views, self._known)
@@ -149,9 +165,9 @@ class Undo:
         self._large: list[_Slot] = []
         self._loose: dict[Key, _Slot] = {}
 
-    def watch_buffers(self, module: nn.Module) -> None:
-        """Every buffer that ``module`` has now, and no other."""
-        self._take([(path, owner._buffers) for path, owner in module.named_modules()])
+    def watch_buffers(self, module: nn.Module, *, only_small: bool = False) -> None:
+        """Every buffer that ``module`` has now, and no other; with ``only_small`` those that take little memory."""
+        self._take([(path, owner._buffers) for path, owner in module.named_modules()], only_small=only_small)
 
     def watch_all(self, module: nn.Module) -> None:
         """Every parameter and buffer of ``module``, such as an averaged model."""
@@ -180,6 +196,20 @@ class Undo:
         small = [slot for bank in self._banks for slot in bank.slots]
         for slot in (*small, *self._loose.values(), *(slot for slot in self._large if slot.was_written_to())):
             slot.put_(slot.saved)
+
+    @torch.no_grad()
+    def mend_(self, only_if: Tensor | None = None) -> None:
+        """Puts back the buffers of each module that has one that has become non-finite since ``note_``.
+
+        Buffers of other modules stay as they are. With a 0-dim flag ``only_if``, only if that is 1. On a GPU this does
+        not sync; there, tensors that the program has replaced and those that only the host can put back stay too.
+        """
+        if not self._slots:
+            return
+        if self._device.type != "cpu":
+            self._mend_by_device_(only_if)
+        elif only_if is None or bool(only_if):
+            self._mend_by_host_()
 
     @torch.no_grad()
     def put_back(self, copies: Copies) -> None:
@@ -245,10 +275,41 @@ class Undo:
             if slot.was_written_to():
                 slot.undo_where_(bad)
 
-    def _take(self, places: list[tuple[str, dict[str, Any]]]) -> None:
+    def _mend_by_host_(self) -> None:
+        names, peaks = self._peaks()
+        flags = torch.isfinite(torch.cat(peaks)).tolist() if peaks else []
+        bad = {name for name, is_finite in zip(names, flags, strict=True) if not is_finite}
+        modules = {slot.module for slot in self._slots.values() if slot.name in bad}
+        for slot in self._slots.values():
+            if slot.module in modules:
+                slot.put_(slot.saved)
+
+    def _mend_by_device_(self, only_if: Tensor | None) -> None:
+        banks = [bank for bank in self._banks if bank.unchanged()]
+        large = [slot for slot in self._large if slot.current is slot.origin and slot.was_written_to()]
+        number = 1 + max(slot.module for slot in self._slots.values())
+        modules = torch.zeros(number, dtype=torch.float32, device=self._device)
+        for bank in banks:
+            if bank.is_watched:
+                bank.find_spoiled_(modules)
+        for slot in large:
+            peak = slot.peak()
+            if peak is not None:
+                modules[slot.module].copy_(torch.maximum(modules[slot.module], (~torch.isfinite(peak[0])).float()))
+        if only_if is not None:
+            modules *= only_if
+        for bank in banks:
+            bank.mend_(modules)
+        for slot in large:
+            if slot.current is not None and slot.saved is not None:
+                slot.current.data.copy_(torch.where(modules[slot.module] != 0, slot.saved, slot.current))
+
+    def _take(self, places: list[tuple[str, dict[str, Any]]], *, only_small: bool = False) -> None:
         slots: dict[Key, _Slot] = {}
         for path, tensors in places:
-            for key in tensors:
+            for key, tensor in tensors.items():
+                if only_small and tensor is not None and tensor.numel() >= _LARGE:
+                    continue
                 identity = (id(tensors), key)
                 slots[identity] = self._slots.get(identity) or _Slot(plain_name(f"{path}.{key}"), tensors, key)
         # A CUDA graph may hold on to the copies: they stay as long as they fit.
@@ -261,7 +322,9 @@ class Undo:
         """Puts the slots where they are dealt with, each with a copy of what is there now."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[_Slot], list[Tensor]]] = {}
         self._large, self._loose = [], {}
+        modules: dict[int, int] = {}
         for key, slot in self._slots.items():
+            slot.module = modules.setdefault(id(slot.owner), len(modules))
             now = slot.current
             if now is None or now.layout is not torch.strided or now.device != self._device or _is_fixed(now):
                 slot.saved = None if now is None else now.detach().clone()

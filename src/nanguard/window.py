@@ -55,7 +55,8 @@ class Window:
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
     position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
-    loop of the user's own ``calls`` are those of the model, and ``live`` is how the step ran, where it was traced.
+    loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
+    ``live`` is how the step ran, where it was traced.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Window:
     losses: list[Tensor] = field(default_factory=list)
     knows_loss: bool = True
     in_microbatch: bool = False
+    has_begun: bool = False
     flags: list[Tensor] = field(default_factory=list)
     shown: Tensor | None = None
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)

@@ -165,7 +165,9 @@ class Pilot:
     def note_again(self) -> None:
         """What was noted before is no longer what this step begins with: the program, or others, went on."""
         if self.bench.window is not None:
+            self.bench.last_forward.mend_in_any_case_()
             self.steps.mode.note(self.bench.window)
+            self.bench.last_forward.begin_(self.bench.buffers)
 
     def has_bad_gradients(self) -> bool:
         """Waits for the device."""
@@ -252,16 +254,17 @@ class Pilot:
             reading = self._read_blind_step(window, this, is_spoiled=backup.is_spoiled())
             if reading.found:
                 backup.put_back()
-                bench.buffers.undo_()
+                self.put_back()
         except (KeyboardInterrupt, SystemExit):  # it is not known whether the step was good, or half of it is put back
             backup.put_back()
-            bench.buffers.undo_()
+            self.put_back()
             raise
         if reading.found:
             with self.steps.climber.casebook.letting_interrupts_out():
                 answer = self.steps.climber.answer(window, reading)
                 bench.journal.record(answer.outcome(applied=False))
         else:
+            bench.last_forward.mend_()
             verdict = Verdict(kind="healthy", reading=reading)
             bench.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
         self.open()
@@ -279,7 +282,7 @@ class Pilot:
         """Another optimizer of the same round has been refused: all of them step, or none does."""
         self.num_calls += 1
         window, bench = self.bench.window, self.bench
-        bench.buffers.undo_()
+        self.put_back()
         loss = float(this.losses[-1]) if this.losses else math.nan
         step = bench.num_steps if window is None else window.step
         bench.num_steps += 1
@@ -287,8 +290,9 @@ class Pilot:
         self.open()
 
     def put_back(self) -> None:
-        """What a step that another optimizer's was refused in has done to buffers."""
+        """Buffers as they were before a step that was refused, or another optimizer's in the same round."""
         self.bench.buffers.undo_()
+        self.bench.last_forward.forget()
 
     def close(self) -> None:
         self.steps.settle()
@@ -307,11 +311,22 @@ class Pilot:
     def _losses_that_count(self, this: Round) -> list[Tensor]:
         """Not a bad one whose gradients the program has thrown away itself, and gone on with another batch."""
         losses = list(this.losses)
-        if len(losses) < 2 or self.sync == "late":
+        if len(losses) < 2:
             return losses
+        if self.sync == "late":
+            return [self._mean_that_counts(losses)]
         flags = torch.isfinite(torch.stack([loss.double().to(self.bench.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         return losses if len(good) in (0, len(losses)) or self.has_bad_gradients() else good
+
+    def _mean_that_counts(self, losses: list[Tensor]) -> Tensor:
+        """The same without waiting for the device."""
+        values = torch.stack([loss.double().to(self.bench.device) for loss in losses])
+        is_good = torch.isfinite(values)
+        grads = [p.grad for group in self.shield.groups() for p in group if p.grad is not None]
+        all_count = (nonfinite(grads, self.bench.device) != 0) | ~is_good.any()
+        good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
+        return torch.where(all_count, values.mean(), good)
 
     def _follow(self) -> None:
         """What the program's GradScaler has done to the gradients."""

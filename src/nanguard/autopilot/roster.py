@@ -176,6 +176,8 @@ class Roster:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
+        for pilot in self.pilots:
+            pilot.bench.last_forward.mend_in_any_case_()
         return tuple(name for pilot in self.pilots for name in pilot.steps.climber.unsound())
 
     def close(self) -> None:

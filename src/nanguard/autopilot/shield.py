@@ -43,3 +43,21 @@ class HandedShield(Shield):
                 if param.grad is not grad:
                     param.grad = grad
         self._grads = []
+
+
+class Once:
+    """A call of the program's, whether it was made, and what became of it."""
+
+    def __init__(self, call: Step | None) -> None:
+        self._call = call
+        self.is_called = self.has_raised = False
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        self.is_called = True
+        try:
+            self.result = None if self._call is None else self._call()
+        except BaseException:
+            self.has_raised = True
+            raise
+        return self.result

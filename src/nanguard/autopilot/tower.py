@@ -18,7 +18,7 @@ from nanguard.autopilot.listening import Switchboard
 from nanguard.autopilot.pilot import Pilot, Round
 from nanguard.autopilot.roster import Roster, pilot_of
 from nanguard.autopilot.settings import Settings
-from nanguard.autopilot.shield import Step
+from nanguard.autopilot.shield import Once, Step
 from nanguard.autopilot.tracing import Tracer
 from nanguard.capture import Call, Ear
 from nanguard.diagnosis.autopsy import examine_graph
@@ -72,14 +72,22 @@ class Tower:
                 self._welcome(self.roster.seat_next())
 
     def heard(self, root: int) -> None:
-        """A module is about to be called, inside the outermost one of this identity: its buffers are noted once."""
+        """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
         self.take_in()
-        if self._open_calls() is None:
+        if self.is_idle or self.is_nested:
             return
-        self._tracer.resume()
+        is_training = self._open_calls() is not None
+        if is_training:
+            self._tracer.resume()
         with self._at_work("what a step may change could not be noted"):
             for pilot in self.pilots:
-                if pilot not in self._round.noted and any(id(each) == root for each in pilot.roots):
+                if not any(id(each) == root for each in pilot.roots):
+                    continue
+                if not is_training:
+                    pilot.bench.last_forward.mend_()
+                elif pilot in self._round.noted:
+                    pilot.bench.last_forward.follow_()
+                else:
                     self._round.noted.append(pilot)
                     pilot.note_again()
 
@@ -96,7 +104,10 @@ class Tower:
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
             self._begin_round()
-            self._round.losses += [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
+            seen = [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
+            for pilot in self._round.noted:
+                pilot.bench.last_forward.was_used(seen)
+            self._round.losses += seen
             del self._round.losses[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
             if all(loss.device.type == "cpu" for loss in losses):  # elsewhere looking would mean waiting
                 self._round.remains = examine_graph(losses, calling_line()) or self._round.remains
@@ -178,7 +189,7 @@ class Tower:
         pilot = pilot_of(optimizer)
         if pilot is None:
             return None if call is None else call()
-        once = _Once(call)
+        once = Once(call)
         if pilot.has_grown and not self.is_nested:
             self._tracer.stop()
             with self._busy():
@@ -349,24 +360,6 @@ class Tower:
             raise
         except Exception:
             log.exception("nanguard: %s", failure)
-
-
-class _Once:
-    """A call of the program's, whether it was made, and what became of it."""
-
-    def __init__(self, call: Step | None) -> None:
-        self._call = call
-        self.is_called = self.has_raised = False
-        self.result: Any = None
-
-    def __call__(self) -> Any:
-        self.is_called = True
-        try:
-            self.result = None if self._call is None else self._call()
-        except BaseException:
-            self.has_raised = True
-            raise
-        return self.result
 
 
 def _losses(tensors: Any) -> list[Tensor]:
