@@ -49,6 +49,7 @@ LAYERS = [
         "testing",
     },
     {
+        "autopilot.handshake",
         "autopilot.launch",
         "checkpoint.source",
         "checkpoint.view",
@@ -71,6 +72,7 @@ LAYERS = [
         "upcast",
     },
     {
+        "autopilot.relaunch",
         "autopilot.shield",
         "checkpoint.torchfile",
         "checkup.amp",

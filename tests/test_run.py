@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nanguard
+from launching import needs_gloo
+from nanguard.autopilot.handshake import agree
 
 PYTHON = [sys.executable]
 NANGUARD = [sys.executable, "-m", "nanguard", "run"]
@@ -416,3 +419,130 @@ def test_two_runs_at_once_have_a_folder_each(tmp_path: Path) -> None:
     for path in (tmp_path / "nanguard-runs").iterdir():
         run = nanguard.read_run(path)
         assert (len(run.headers), len(run.steps), len(run.incidents)) == (1, 6, 2)
+
+
+# ---- several ranks, not all of them guarded --------------------------------------------------------------------------
+
+RANKS = """
+    import datetime, os, subprocess, sys, torch, torch.distributed as dist
+    from torch import nn
+
+    bad_rank, is_launcher = int(sys.argv[1]), "launcher" in sys.argv
+    if is_launcher and "LOCAL_RANK" not in os.environ:  # as Lightning does
+        import __main__
+        itself = [os.path.abspath(sys.argv[0])] if __main__.__spec__ is None else ["-m", __main__.__spec__.name]
+        os.environ["LOCAL_RANK"] = "0"
+        subprocess.Popen([sys.executable, *itself, *sys.argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
+    rank = int(os.environ["LOCAL_RANK"])
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2, timeout=limit)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    for step in range(6):
+        x = torch.randn(8, 4)
+        if step == 3 and rank == bad_rank:
+            x[0, 0] = float("inf")
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.save({**model.module.state_dict(), "steps": optimizer.state_dict()["state"][0]["step"]}, f"rank{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        print("done", flush=True)
+"""
+
+
+def states_of_ranks(
+    folder: Path, *, by: list[list[str]], bad_rank: int
+) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """What each of two processes of one process group ends with; ``by`` is how each is started."""
+    folder.mkdir()
+    name = script(folder, RANKS)
+    processes = [
+        subprocess.Popen(
+            [*command, name, str(bad_rank)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(by)
+    ]
+    ended = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    assert ended[0][0] == "done\n"
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], [err for _, err in ended]
+
+
+@needs_gloo
+@pytest.mark.parametrize("guarded", [0, 1])
+def test_a_healthy_run_with_one_guarded_rank_is_the_plain_run(guarded: int, tmp_path: Path) -> None:
+    plain, _ = states_of_ranks(tmp_path / "plain", by=[PYTHON, PYTHON], bad_rank=-1)
+    by = [NANGUARD if rank == guarded else PYTHON for rank in range(2)]
+    # Clipping on one rank alone would make the weights of the ranks differ.
+    by[guarded] = [*by[guarded], "--max-norm", "1e-3"]
+    mixed, told = states_of_ranks(tmp_path / "mixed", by=by, bad_rank=-1)
+    for before, after in zip(plain, mixed, strict=True):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert told[guarded].count(f"rank {guarded} is guarded, but rank {1 - guarded} runs without nanguard") == 1
+
+
+@needs_gloo
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_bad_step_with_one_guarded_rank_does_not_hang(bad_rank: int, tmp_path: Path) -> None:
+    (first, second), told = states_of_ranks(tmp_path / "mixed", by=[NANGUARD, PYTHON], bad_rank=bad_rank)
+    assert all(torch.isfinite(value).all() for value in first.values())
+    assert not torch.isfinite(second["0.weight"]).all()  # as the warning says
+    assert first["steps"] == 3
+    assert "step skipped, nothing changed" in told[0]
+
+
+@needs_gloo
+@pytest.mark.parametrize("as_module", [False, True])
+def test_ranks_that_a_program_starts_itself_are_guarded(as_module: bool, tmp_path: Path) -> None:
+    name = script(tmp_path, RANKS)
+    what = ["-m", "train"] if as_module else [name]
+    ended = done(*NANGUARD, *what, "1", "launcher", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    states = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for key in ("0.weight", "2.weight", "steps"):
+        assert torch.equal(states[0][key], states[1][key])
+        assert torch.isfinite(states[0][key]).all()
+    assert states[0]["steps"] == 5
+    assert "seen first by rank 1" in ended.stderr
+    assert ended.stderr.count("nanguard: 6 steps") == 1
+    assert [path.name for path in (tmp_path / "nanguard-runs").iterdir()] == ["train"]  # ranks share a folder
+
+
+def test_other_processes_are_started_as_they_are(tmp_path: Path) -> None:
+    code = """
+        import os, subprocess, sys
+        if len(sys.argv) > 1:
+            print("child", "nanguard" in sys.modules)
+            sys.exit()
+        elsewhere = {**os.environ, "LOCAL_RANK": "1"}
+        subprocess.run([sys.executable, "-c", "import sys; print('nanguard' in sys.modules)"], env=elsewhere)
+        subprocess.run([sys.executable, sys.argv[0], "again"])
+        subprocess.run(args=[sys.executable, sys.argv[0], "again"], env=elsewhere)
+        subprocess.run("echo shell", shell=True, env=elsewhere)
+    """
+    ended = done(*NANGUARD, script(tmp_path, code), cwd=tmp_path)
+    assert ended.stdout.split("\n") == ["False", "child False", "child True", "shell", ""], ended.stderr
+
+
+def test_the_rank_that_looks_first_decides_for_all() -> None:
+    """Whatever the others see later, all guarded ranks have the same answer."""
+    late, ready = dist.HashStore(), dist.HashStore()
+    late.set("nanguard/guarded/0", "1")
+    assert not agree(late, [0, 1], wait=0.1)
+    late.set("nanguard/guarded/1", "1")
+    assert not agree(late, [0, 1], wait=0.1)
+    for rank in range(2):
+        ready.set(f"nanguard/guarded/{rank}", "1")
+    assert agree(ready, [0, 1], wait=0.0)
+    assert agree(ready, [0, 1], wait=0.0)
+    assert not agree(ready, [0, 1, 2], wait=0.1)

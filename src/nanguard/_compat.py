@@ -156,6 +156,13 @@ def reduce_anew(wrapper: DistributedDataParallel) -> None:
             ddp._register_builtin_comm_hook(kind)
 
 
+def default_store() -> Any:
+    """The store that the ranks of the default process group met through. Raises if there is none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 # ---- what tracing needs ----------------------------------------------------------------------------------------------
 
 

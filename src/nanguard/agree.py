@@ -40,10 +40,17 @@ class Ranks:
         *,
         alone: bool = False,
         averaged: bool = False,
+        is_mixed: bool = False,
     ) -> None:
-        """``alone`` asks no other rank; ``averaged`` says that gradients come here as all ranks have them."""
+        """``alone`` asks no other rank; ``averaged`` says that gradients come here as all ranks have them.
+
+        With ``is_mixed``, which implies ``alone``, other ranks apply every step: only what they have as well, the
+        averaged gradients, may keep this rank from it.
+        """
         is_distributed = dist.is_available() and dist.is_initialized()
-        together = is_distributed and not alone and dist.get_world_size(group) > 1
+        self.has_others = is_distributed and dist.get_world_size(group) > 1
+        self.is_mixed = is_mixed
+        together = self.has_others and not alone and not is_mixed
         self._group = group
         self.size = dist.get_world_size(group) if together else 1
         self.rank = dist.get_rank(group) if together else 0

@@ -206,6 +206,8 @@ class Bench:
         if reply.is_finite and self.ranks.all_clear(reply.votes):
             return reading
         gradients, buffers = tuple(self.name(p) for p in reply.bad_params), reply.bad_buffers
+        if self.ranks.is_mixed and not gradients:  # the other ranks apply this step, so skipping it would part us
+            return reading
         seen: dict[Found, bool] = {
             "loss": not math.isfinite(reply.loss),
             "gradients": bool(gradients),

@@ -38,6 +38,7 @@ class Program:
             self._code, self._facts = _script(target)
         self.path = str(self._facts["__file__"])
         self._argv0 = self.path if is_module else target
+        self.module = self._facts["__spec__"].name if is_module else ""
         self.name = target.rpartition(".")[2] if is_module else Path(target).stem
 
     def run(self) -> None:
@@ -159,6 +160,7 @@ class WhenImported(MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-def rank_of_process() -> int:
-    """As torchrun numbers them; 0 where it does not run this."""
-    return int(os.environ.get("RANK", "0") or 0)
+def is_first_rank() -> bool:
+    """Whether the launcher (torchrun, Lightning) has given this process the first rank, or none at all."""
+    names = ("RANK",) if os.environ.get("RANK") else ("LOCAL_RANK", "NODE_RANK")
+    return all(os.environ.get(name, "") in ("", "0") for name in names)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nanguard import _compat
+from nanguard.autopilot.handshake import announce
 from nanguard.autopilot.tower import Tower
 from nanguard.shield import is_torchs, needs_closure
 
@@ -58,12 +60,14 @@ class Patches:
         return make
 
     def _born(self, original: Callable[..., None]) -> Callable[..., None]:
-        census = self._tower.roster.census
+        tower, census = self._tower, self._tower.roster.census
 
         def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 census.add(module)
+                if isinstance(module, DistributedDataParallel) and not tower.is_idle:
+                    announce()
 
         return make
 

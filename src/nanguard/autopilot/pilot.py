@@ -18,6 +18,7 @@ from nanguard import _compat
 from nanguard.agree import Ranks
 from nanguard.assembly import assemble, choose_bundles, choose_snapshots, choose_sync
 from nanguard.autopilot.crew import Crew, names_in_sight
+from nanguard.autopilot.handshake import are_all_guarded
 from nanguard.autopilot.scale import ProgramScaler
 from nanguard.autopilot.settings import Settings
 from nanguard.autopilot.shield import HandedShield, Step
@@ -107,7 +108,10 @@ class Pilot:
         device = optimizer.param_groups[0]["params"][0].device
         ddp = [root for root in roots if isinstance(root, DistributedDataParallel)]
         group = ddp[0].process_group if ddp else None
-        ranks = Ranks(crew, device, group, alone=not ddp, averaged=True)
+        is_mixed = bool(ddp) and not are_all_guarded(group)
+        if is_mixed:
+            self._settings = settings = settings.for_one_rank_alone()
+        ranks = Ranks(crew, device, group, alone=not ddp, averaged=True, is_mixed=is_mixed)
         is_first = ranks.rank == 0
         self.shield = HandedShield(optimizer)
         self.bench: Bench = assemble(

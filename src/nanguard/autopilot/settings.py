@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from nanguard.ladder import Halt, RaisePrecision, Rollback, Skip
@@ -38,3 +38,12 @@ class Settings:
     capture: Capture = "batch"
     script: str = ""
     argv: tuple[str, ...] = ()
+
+    def for_one_rank_alone(self) -> Settings:
+        """For a rank that others train with who are not guarded: nothing that would make its weights differ.
+
+        The host decides before each step, since only non-finite gradients count.
+        """
+        rungs = tuple(rung for rung in self.policy.ladder if isinstance(rung, (Skip, Halt)))
+        policy = replace(self.policy, ladder=rungs or (Halt(),), divergence=None, max_norm=None)
+        return replace(self, policy=policy, max_norm=None, sync="eager")

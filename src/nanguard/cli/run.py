@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +83,8 @@ def run(
         settings = dataclasses.replace(settings, run_dir=_place(run_dir, program.name))
     except LaunchError as error:
         fail(str(error), as_json=False)
-    fly = functools.partial(_fly, program, settings, quiet)
+    options = functools.partial(_options, settings, policy, halt_on_first, quiet)
+    fly = functools.partial(_fly, program, settings, options, quiet)
     if isinstance(context.obj, list):
         context.obj.append(fly)  # when the command line has been left, which would take its exceptions for its own
     else:
@@ -102,6 +105,18 @@ def _settings(program: Program, policy: str | None, halts: bool, max_norm: float
     return Settings(policy=chosen, max_norm=max_norm, trace=trace, script=program.path, argv=program.args)
 
 
+def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -> list[str]:
+    """How another rank of the same run is guarded. It shares the folder, which is made now to settle its name."""
+    folder = None
+    if settings.run_dir is not None:
+        with contextlib.suppress(OSError):  # this rank's log warns of it
+            folder = settings.run_dir.make()
+    given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder}
+    flags = {"--trace": settings.trace, "--halt-on-first": halts, "--quiet": quiet}
+    values = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    return values + [name for name, is_given in flags.items() if is_given]
+
+
 def _place(asked: Path | None, name: str) -> RunFolder | None:
     """The folder of the run, not made yet; None, with a warning, if nothing can be written there."""
     from nanguard.runlog import RunFolder
@@ -118,8 +133,9 @@ def _place(asked: Path | None, name: str) -> RunFolder | None:
     return None
 
 
-def _fly(program: Program, settings: Settings, quiet: bool) -> None:
-    from nanguard.autopilot.launch import WhenImported, rank_of_process
+def _fly(program: Program, settings: Settings, options: Callable[[], Sequence[str]], quiet: bool) -> None:
+    from nanguard.autopilot.launch import WhenImported, is_first_rank
+    from nanguard.autopilot.relaunch import Relaunch
 
     begun: list[Autopilot] = []
     process = os.getpid()
@@ -130,14 +146,15 @@ def _fly(program: Program, settings: Settings, quiet: bool) -> None:
         begun.append(entry.begin(settings))
 
     with logging_to(stderr_console(quiet=quiet), alone=True):
-        waits = WhenImported("torch", begin)
+        waits, relaunch = WhenImported("torch", begin), Relaunch(program, options)
         try:
             program.run()
         finally:
             waits.forget()
+            relaunch.remove()
             if os.getpid() != process:
                 pass  # a process that the program has forked, and that ends by itself
-            elif rank_of_process() == 0:
+            elif is_first_rank():
                 _sum_up(begun[0] if begun else None, settings.run_dir, quiet)
             elif begun:
                 begun[0].uninstall()

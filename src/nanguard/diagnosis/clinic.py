@@ -117,7 +117,7 @@ class Clinic:
 
     def _by_what_was_captured(self, window: Window, reading: Reading, past: Past, update: bool) -> Diagnosis | None:
         """The whole step where the guard ran it; else as it was traced live; else the model from its inputs."""
-        if self._bench.ranks.size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in self._bench.modules):
+        if self._bench.ranks.has_others and any(isinstance(m, nn.SyncBatchNorm) for m in self._bench.modules):
             return None  # its forward pass waits for the other ranks, which may not be looking
         if window.rerunnable and window.microbatches:
             return self._doctor.examine(window, reading, past, self._is_deep, update=update)

@@ -65,7 +65,7 @@ class Replay:
         self._introduce(trace)
         run = Run(trace)
         try:
-            alone = _Alone() if self.bench.ranks.size > 1 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            alone = _Alone() if self.bench.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
             hooks = GradientHooks(self._names, run.hooks)
             with self._stage(self.window), _compat.without_compilation(), alone, hooks, trace:
                 for place in range(len(self.window.microbatches)):
