@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import io
+import itertools
 import logging
 import pickle
 import warnings
@@ -685,6 +686,76 @@ def test_names_are_those_of_the_program() -> None:
     assert {"encoder.weight", "decoder.weight", "temperature"} <= set(incident.reading.gradients)
 
 
+class Handed(SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+
+class Coders:
+    """Makes its optimizer in every way that people write it."""
+
+    def __init__(self) -> None:
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.scale = torch.ones(1, requires_grad=True)
+        self.net = nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
+
+    def groups(self) -> Optimizer:
+        return AdamW([{"params": self.encoder.parameters()}, {"lr": 1, "params": self.decoder.parameters()}, {"params": [self.scale]}])  # fmt: skip # noqa: E501
+
+    def lists(self) -> Optimizer:
+        params = list(self.encoder.parameters()) + list(self.decoder.parameters())
+        params.append(self.scale)
+        return SGD(params, lr=0.1)
+
+    def loop(self) -> Optimizer:
+        encoder, decoder, scale = self.encoder, self.decoder, self.scale
+        params = [p for part in (encoder, decoder) for p in part.parameters() if p.requires_grad]; opt = SGD(params + [scale], lr=0.1)  # fmt: skip # noqa: E501, E702, RUF005
+        return opt  # noqa: RET504
+
+    def handed(self) -> Optimizer:
+        def make(things: Any) -> Optimizer:
+            return Handed(things, lr=0.1)
+
+        return make(
+            itertools.chain(self.encoder.parameters(), self.decoder.parameters(), [self.scale]),
+        )
+
+    def parts(self) -> Optimizer:
+        net, scale = self.net, self.scale
+        opt = SGD(lr=0.1, params=[*net.encoder.parameters(), *net.decoder.parameters(), scale])
+        return opt  # noqa: RET504
+
+
+@pytest.mark.parametrize("way", ["groups", "lists", "loop", "handed", "parts"])
+def test_names_are_read_in_the_line_that_makes_the_optimizer(way: str) -> None:
+    coders = Coders()
+    if way != "parts":
+        del coders.net
+    with nanguard.install(diagnose="off") as autopilot:
+        opt = getattr(coders, way)()
+        (coders.decoder(coders.encoder(torch.full((2, 6), NAN))) * coders.scale).sum().backward()
+        opt.step()
+        (pilot,) = autopilot._tower.pilots
+    (incident,) = autopilot.incidents
+    prefix = "net." if way == "parts" else ""
+    expected = {f"{prefix}encoder.weight", f"{prefix}decoder.weight", "scale"}
+    assert expected <= set(incident.reading.gradients)
+    assert pilot.name == "opt"
+
+
+def test_a_name_that_may_be_wrong_is_not_given() -> None:
+    def build(count: int) -> list[Tensor]:
+        return [torch.ones(1, requires_grad=True) for _ in range(count)]
+
+    with nanguard.install(diagnose="off") as autopilot:
+        params = build(2)
+        optimizer = SGD(params, lr=0.1)
+        (params[0] * params[1] * NAN).sum().backward()
+        optimizer.step()
+    (incident,) = autopilot.incidents
+    assert set(incident.reading.gradients) == {"params[0]", "params[1]"}
+
+
 # ---- loss scaling ----------------------------------------------------------------------------------------------------
 
 
@@ -1161,10 +1232,41 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
         nanguard.install(**options)
 
 
-def test_it_is_installed_once() -> None:
-    with nanguard.install(), pytest.raises(nanguard.ProtocolError, match=r"nanguard.install\(\) was called twice"):
-        nanguard.install()
-    nanguard.install().uninstall()
+def test_a_cell_that_is_run_twice_goes_on_with_the_same_autopilot(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with nanguard.install(max_norm=1.0) as first:
+        w = torch.ones(2, requires_grad=True)
+        optimizer = SGD([w], lr=0.1)
+        assert nanguard.install(max_norm=1.0) is first
+        assert "called before with the same settings" in caplog.text
+        (w * NAN).sum().backward()
+        optimizer.step()
+    assert len(first.incidents) == 1
+    assert torch.equal(w, torch.ones(2))
+
+
+def test_other_settings_end_the_first_autopilot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = SGD.step
+    first = nanguard.install(run_dir=tmp_path)
+    w = torch.ones(2, requires_grad=True)
+    old = SGD([w], lr=0.1)
+    w.sum().backward()
+    old.step()
+    with nanguard.install() as second:
+        assert second is not first
+        assert "called again with other settings" in caplog.text
+        assert nanguard.read_run(tmp_path).is_over
+        v = torch.ones(2, requires_grad=True)
+        new = SGD([v], lr=0.1)
+        for optimizer, tensor in ((new, v), (old, w)):
+            (tensor * NAN).sum().backward()
+            optimizer.step()
+        assert torch.equal(v, torch.ones(2))
+        assert w.isnan().all(), "as it is logged, an optimizer of the first one is a plain one now"
+    assert (len(first.incidents), len(second.incidents)) == (0, 1)
+    assert first.counts["applied"] == 1
+    assert SGD.step is plain
+    first.uninstall()
 
 
 def test_the_run_log_tells_of_all_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ def world(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any
         state[f"hooks {name}"] = len(p._backward_hooks or ())
     for name, module in model.named_modules():
         state[f"training {name}"], state[f"hooks {name}"] = module.training, hooks_of(module)
-        state[f"keys {name}"] = sorted(key for key in vars(module))
+        state[f"keys {name}"] = sorted(key for key in vars(module) if key != "__prepare_scriptable__")  # of our hooks
     state["random"] = [torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]
     state["generator"] = model.generator.get_state() if isinstance(model, Rich) else None
     state["grad mode"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -18,6 +18,7 @@ LAYERS = [
         "_compat",
         "autopilot.byhand",
         "autopilot.census",
+        "autopilot.children",
         "backup",
         "checkpoint.findings",
         "checkpoint.standins",
@@ -59,6 +60,7 @@ LAYERS = [
         "cli.speech",
         "data",
         "demo.text",
+        "diagnosis.modules",
         "diagnosis.plans",
         "incident.entry",
         "incident.trees",
@@ -108,6 +110,7 @@ LAYERS = [
     {
         "agree",
         "autopilot.crew",
+        "autopilot.names",
         "capture",
         "cli.check",
         "cli.doctor",

@@ -169,6 +169,63 @@ def test_processes_that_a_program_spawns_behave_as_ever(tmp_path: Path) -> None:
     assert (guarded.returncode, guarded.stdout) == (0, "[1, 4, 9]\n"), guarded.stderr
 
 
+CHILDREN = """
+    import os, sys
+    import torch
+    import torch.multiprocessing as mp
+    import nanguard
+
+    def train(index, guards=False):
+        if guards:
+            nanguard.install()
+        w = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            (w * (float("nan") if step == 1 else 1.0)).sum().backward()
+            optimizer.step()
+        print("nan" if w.isnan().any() else "finite", flush=True)
+
+    def load(method):
+        data = torch.utils.data.TensorDataset(torch.arange(4))
+        return list(torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context=method))
+
+    def begin(method, *args):
+        process = mp.get_context(method).Process(target=train, args=args)
+        process.start()
+        process.join()
+
+    if __name__ == "__main__":
+        {what}
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+@pytest.mark.parametrize(
+    ("what", "printed", "told"),
+    [
+        ("mp.spawn(train, nprocs=2)", ["nan", "nan"], "2 child processes were started, which are guarded only if"),
+        ("begin('fork', 0)", ["nan"], "a child process was started, which is guarded only if it calls"),
+        ("begin('fork', 0, True)", ["finite"], ""),
+        ("begin('spawn', 0, True)", ["finite"], "a child process was started, which is guarded only if it calls"),
+        ("train(0); begin('fork', 0)", ["finite", "nan"], "a child process was started"),
+        ("os.fork() or (train(0), os._exit(0)); os.wait()", ["nan"], "a child process was started"),
+        ("load('fork'), load('spawn')", [], ""),
+        ("mp.get_context('spawn').Manager()", [], ""),
+    ],
+)
+def test_it_is_said_that_child_processes_are_not_guarded(
+    what: str, printed: list[str], told: str, tmp_path: Path
+) -> None:
+    name = script(tmp_path, CHILDREN.replace("{what}", what))
+    guarded = done(*NANGUARD, name, cwd=tmp_path)
+    assert guarded.returncode == 0, guarded.stderr
+    assert guarded.stdout.split() == printed
+    last = guarded.stderr.splitlines()[-1]
+    assert ("1 not applied" if what.startswith("train") else "no gradients were computed in this process") in last
+    assert told in last if told else "child" not in last
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

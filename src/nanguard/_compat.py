@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -163,7 +164,61 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+# ---- when torch records a program ------------------------------------------------------------------------------------
+
+
+def recorders() -> list[tuple[Any, str]]:
+    """Functions of torch that run a program and record it, with their owners. The ONNX exporter calls some of them."""
+    export = sys.modules.get("torch.export")
+    places = [(torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "_get_trace_graph"), (export, "export")]
+    return [(owner, name) for owner, name in places if hasattr(owner, name)]
+
+
+_is_exporting: Any = getattr(torch.compiler, "is_exporting", None)
+_KINDS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+_RECORDING_MODES = () if _KINDS is None else (_KINDS.FAKE, _KINDS.PROXY, _KINDS.FUNCTIONAL)
+
+
+def is_recording() -> bool:
+    """Whether torch is recording what the program does: what we do now would become part of the record.
+
+    True inside ``torch.compile``, ``torch.jit.trace`` (also for ``SummaryWriter.add_graph`` and ONNX),
+    ``torch.export``, ``make_fx``, ``torch.fx.symbolic_trace``, and with fake tensors. Does not sync.
+    """
+    if torch.compiler.is_compiling():  # first: under torch.compile the rest is not even traced
+        return True
+    if torch._C._is_tracing():
+        return True
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    if getattr(symbolic, "_is_fx_tracing_flag", False):
+        return True
+    mode_of = torch._C._get_dispatch_mode
+    if any(mode_of(kind) is not None for kind in _RECORDING_MODES):
+        return True
+    before_dispatch: Any = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
+    return before_dispatch is not None and before_dispatch(_KINDS.PROXY) is not None
+
+
+def is_exporting() -> bool:
+    """As ``is_recording``, but not for ``torch.compile``: the record leaves this program."""
+    if torch.compiler.is_compiling():
+        return _is_exporting is not None and bool(_is_exporting())
+    return is_recording()
+
+
 # ---- what tracing needs ----------------------------------------------------------------------------------------------
+
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+"""What runs while a module is being called."""
+
+
+def module_call() -> Any:
+    """What torch runs when any module is called: its hooks, and ``forward``."""
+    return nn.Module._call_impl
+
+
+def set_module_call(function: Any) -> None:
+    nn.Module._call_impl = function  # type: ignore[method-assign]
 
 
 def storage_of(tensor: Tensor) -> Any:

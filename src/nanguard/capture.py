@@ -6,6 +6,7 @@ is small. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard import _compat
 from nanguard.diagnosis.source import Place, calling_line
 from nanguard.rng import RngState
 
@@ -89,6 +91,7 @@ class Ear:
     def listen(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True)
         model.register_forward_hook(_Hook(self.leave))
+        model.__dict__["__prepare_scriptable__"] = _Unhooked(model, model.__dict__.get("__prepare_scriptable__"))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls = self._opens()
@@ -113,13 +116,13 @@ class Ear:
 
 
 class _Hook:
-    """Does nothing in copies, pickles, and under ``torch.compile``."""
+    """Does nothing in copies, in pickles, and while torch records the program (``torch.compile``, ``torch.jit``)."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        if self._function is not None and not torch.compiler.is_compiling():
+        if self._function is not None and not _compat.is_recording():
             self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
@@ -127,6 +130,24 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+class _Unhooked:
+    """The model without our hooks, for ``torch.jit.script``, which would try to compile them and raise."""
+
+    def __init__(self, model: nn.Module, before: Callable[[], nn.Module] | None) -> None:
+        self._model, self._before = model, before
+
+    def __call__(self) -> nn.Module:
+        model = self._model if self._before is None else self._before()
+        kind = type(model)
+        plain = kind.__new__(kind)
+        vars(plain).update(vars(model))
+        vars(plain).pop("__prepare_scriptable__", None)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(model)[name].items()
+            vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, _Hook))
+        return plain
 
 
 class _Saver:

@@ -18,6 +18,7 @@ from nanguard import _compat
 from nanguard.naming import plain_name, unwrapped
 
 _HALF = (torch.float16, torch.bfloat16)
+_PREPARE = "__prepare_scriptable__"
 
 
 class Islands:
@@ -76,6 +77,11 @@ class Islands:
         for name in old:
             self._islands.pop(name).remove()
         return old
+
+    def put_back(self) -> None:
+        """Before a step: those that ``torch.jit.script`` had to do without are there again."""
+        for island in self._islands.values():
+            island.put_back()
 
     def state_dict(self) -> list[str]:
         return list(self.names)
@@ -140,15 +146,30 @@ class _Island:
         self.active = True
         self.before: Any = module.__dict__.get("forward")  # what others have put there: to be run, and to be put back
         self._behind = _Behind(self)
-        module.__dict__["forward"] = self
+        self.is_lifted = True
+        self.put_back()
+
+    def put_back(self) -> None:
+        """After ``torch.jit.script``."""
+        if self.is_lifted:
+            self.is_lifted = False
+            self.module.__dict__["forward"] = self
+            self.module.__dict__.setdefault(_PREPARE, _Lift(self))
+
+    def lift(self) -> None:
+        """The module is what it was without the island; ``put_back`` undoes it."""
+        if self.module.__dict__.get("forward") is self:
+            self.is_lifted = True
+            del self.module.__dict__["forward"]
+            if self.before is not None:
+                self.module.__dict__["forward"] = self.before
+        if isinstance(self.module.__dict__.get(_PREPARE), _Lift):
+            del self.module.__dict__[_PREPARE]
 
     def remove(self) -> None:
         """Puts back what was there; where someone has wrapped the island since, it runs the module as it is."""
         self.active = False
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.before is not None:
-                self.module.__dict__["forward"] = self.before
+        self.lift()
 
     @property
     def __wrapped__(self) -> Any:
@@ -156,7 +177,7 @@ class _Island:
         return self.before or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active:
+        if not self.active or _compat.is_exporting():  # what is exported is the program's module, as it was written
             return self.plain(*args, **kwargs)
         seen: list[torch.dtype] = []
 
@@ -206,6 +227,17 @@ class _Island:
         owner, _, key = name.rpartition(".")
         is_upcast = isinstance(new, Tensor) and new.dtype is torch.float32
         setattr(self._behind.get_submodule(owner), key, new.to(dtype) if is_upcast else new)
+
+
+class _Lift:
+    """Called by ``torch.jit.script`` before it compiles the module: it can compile a plain ``forward`` only."""
+
+    def __init__(self, island: _Island) -> None:
+        self.island = island
+
+    def __call__(self) -> nn.Module:
+        self.island.lift()
+        return self.island.module
 
 
 class _Behind(nn.Module):

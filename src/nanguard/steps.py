@@ -117,6 +117,7 @@ class Steps:
             )
         window = Window(self.bench.num_steps, self.num_epochs, self._position, rerunnable, divisor)
         window.last_seen = self.data.last
+        self.bench.islands.put_back()
         self.mode.note(window)
         self.bench.ranks.forget_()
         self.bench.window = window

@@ -25,6 +25,11 @@ class Hand:
         if leaves:
             self.optimizer.param_groups[0]["params"] = leaves
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        leaves: list[Tensor] = self.optimizer.param_groups[0]["params"]
+        return leaves
+
     def clear_gradients(self) -> None:
         """So that an update by them changes nothing."""
         for param in self.optimizer.param_groups[0]["params"]:

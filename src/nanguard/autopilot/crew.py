@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanguard.diagnosis.source import is_users_file
 from nanguard.naming import unwrapped
 from nanguard.shield import Shield
 
@@ -25,15 +23,22 @@ class Crew(nn.Module):
         self._parameters.update(tensors)  # type: ignore[arg-type]
 
     def take(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
-        """Other tensors in the place of those in no module."""
+        """Other tensors in the place of those in no module; new ones for all, in the same order, keep the old names."""
         inside = {id(param) for module in self.children() for param in module.parameters()}
         bare = [tensor for tensor in tensors if id(tensor) not in inside]
+        before = [(name, tensor) for name, tensor in self._parameters.items() if tensor is not None]
+        if [t.shape for t in bare] == [t.shape for _, t in before]:
+            kept = {id(new): name for new, (name, _) in zip(bare, before, strict=True)}
+            names = {**kept, **names}
         self._parameters.clear()
         self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
 
 
 def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
+    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included.
+
+    A scripted or traced copy of a module shares its parameters. It is left out if the module itself is there.
+    """
     wanted = {id(tensor) for tensor in tensors}
     living = [each for each in modules if type(each) is not Crew]
     parents: dict[int, list[nn.Module]] = {}
@@ -45,7 +50,10 @@ def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.M
         if any(id(param) in wanted for param in vars(module).get("_parameters", {}).values()):
             for root in _roots(module, parents, set()):
                 found[id(root)] = root
-    return list(found.values())
+    plain = [root for root in found.values() if not isinstance(root, torch.jit.ScriptModule)]
+    owned = {id(param) for root in plain for param in root.parameters()}
+    copies = [root for root in found.values() if isinstance(root, torch.jit.ScriptModule)]
+    return plain + [copy for copy in copies if any(id(p) in wanted - owned for p in copy.parameters())]
 
 
 def has_guard(optimizer: Optimizer) -> bool:
@@ -71,22 +79,6 @@ def _named(tensors: list[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]
     return dict(zip(_distinct((names.get(id(t), "") for t in tensors), "params"), tensors, strict=True))
 
 
-def names_in_sight(things: Iterable[Any]) -> dict[int, str]:
-    """What the program calls things, by identity: variables of the functions that are running, then attributes."""
-    wanted = {id(thing) for thing in things}
-    names: dict[int, str] = {}
-    for variables in _scopes(sys._getframe(1)):
-        for name, value in list(variables.items()):
-            if id(value) in wanted and not name.startswith("__"):
-                names.setdefault(id(value), name)
-    for variables in _scopes(sys._getframe(1)):
-        for value in list(variables.values()):
-            for name, attribute in _attributes(value):
-                if id(attribute) in wanted:
-                    names.setdefault(id(attribute), name)
-    return names
-
-
 def _roots(module: nn.Module, parents: Mapping[int, list[nn.Module]], seen: set[int]) -> Iterator[nn.Module]:
     if id(module) in seen:
         return
@@ -100,31 +92,6 @@ def _roots(module: nn.Module, parents: Mapping[int, list[nn.Module]], seen: set[
 
 def _both(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
     return ((root, unwrapped(root)) for root in roots)
-
-
-def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The variables of the program's functions that are running, the innermost first, and of its main module."""
-    while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
-            variables = frame.f_locals
-            yield variables
-            if frame.f_globals is not variables:
-                yield frame.f_globals
-                if type(variables) is dict:  # before Python 3.13 the frame keeps this copy, and with it a batch
-                    variables.clear()
-            del variables
-        frame = frame.f_back
-    main = sys.modules.get("__main__")
-    if main is not None:
-        yield vars(main)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of an object of a class of the program's; ``model`` of a trainer, say."""
-    try:
-        return iter(list(vars(value).items()))
-    except TypeError:
-        return iter(())
 
 
 def _distinct(names: Iterable[str], otherwise: str) -> list[str]:

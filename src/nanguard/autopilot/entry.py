@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import multiprocessing
+import multiprocessing.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +15,6 @@ from nanguard.autopilot.patches import Patches
 from nanguard.autopilot.settings import Settings, patient_policy
 from nanguard.autopilot.tower import Tower
 from nanguard.diagnosis.clinic import How
-from nanguard.errors import ProtocolError
 from nanguard.incident.bundle import Capture
 from nanguard.policy import Policy
 from nanguard.records import Incident
@@ -66,6 +67,23 @@ class Autopilot:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
         return self._tower.unsound()
 
+    @property
+    def num_children(self) -> int:
+        """How many processes the program has started that are not guarded, and may train."""
+        return self._tower.children.count
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this is a forked process, which its parent's autopilot does not guard."""
+        return not self._tower.children.is_parent
+
+    def abandon(self) -> None:
+        """In a forked process, before it gets an autopilot of its own. The run log stays the parent's."""
+        self._tower.hang_up()
+        self._patches.remove()
+        atexit.unregister(self.uninstall)
+        Autopilot._installed = None
+
     def uninstall(self) -> None:
         """Ends the run log and takes everything back; optimizers go on as plain ones."""
         self._tower.close()
@@ -96,6 +114,10 @@ def install(
     Without arguments a healthy run is the same run, bit for bit: same weights, same output. A step with a non-finite
     loss or gradient is skipped, buffers are put back, and where it came from is logged.
 
+    If it is called again with the same settings, as in a notebook cell that is run twice, it returns the first one.
+    With other settings the first one ends, as by ``uninstall()``, and a new one begins. A forked or spawned process is
+    not guarded by what its parent has installed: call ``install()`` in it too.
+
     Args:
         policy: what to do about trouble; the default skips, however often, and rolls damage back.
         max_norm: clip every parameter group to this norm; None leaves clipping to the program.
@@ -105,11 +127,6 @@ def install(
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
     """
-    if Autopilot._installed is not None and Autopilot._installed.settings.script:
-        log.info("nanguard.install() has nothing to do: `nanguard run` guards this program already")
-        return Autopilot._installed
-    if Autopilot._installed is not None:
-        raise ProtocolError("nanguard.install() was called twice: call uninstall() of the first one before")
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
@@ -130,6 +147,21 @@ def install(
         diagnose=diagnose,
         capture=capture,
     )
+    first = Autopilot._installed
+    if first is not None and first.is_of_parent:
+        first.abandon()
+    elif first is not None and first.settings.script:
+        log.info("nanguard.install() has nothing to do: `nanguard run` guards this program already")
+        return first
+    elif first is not None and first.settings == settings:
+        log.info("nanguard.install() has nothing to do: it was called before with the same settings")
+        return first
+    elif first is not None:
+        log.warning(
+            "nanguard.install() was called again with other settings: the first one has ended, and optimizers made "
+            "under it are not guarded any more; make them again"
+        )
+        first.uninstall()
     return begin(settings)
 
 
@@ -137,4 +169,6 @@ def begin(settings: Settings) -> Autopilot:
     """With settings that have been checked."""
     autopilot = Autopilot._installed = Autopilot(settings)
     atexit.register(autopilot.uninstall)
+    if multiprocessing.parent_process() is not None:  # such processes end without atexit
+        multiprocessing.util.Finalize(None, autopilot.uninstall, exitpriority=100)
     return autopilot

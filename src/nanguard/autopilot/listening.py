@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from nanguard import _compat
 from nanguard.capture import Call, Ear
 from nanguard.naming import unwrapped
 
@@ -74,8 +74,8 @@ class Switchboard:
 
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Asked first: a compiled program must not depend on what we listen to.
-            if torch.compiler.is_compiling() or self._is_inside or id(module) not in self._listed:
+            # Asked first: a compiled or traced program must not depend on what we listen to.
+            if _compat.is_recording() or self._is_inside or id(module) not in self._listed:
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class Patches:
         self._replace(nn.Module, "__setstate__", self._born)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
+        self._replace(BaseProcess, "start", self._start)
+        for owner, name in _compat.recorders():
+            self._replace(owner, name, self._aside)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
 
@@ -53,7 +57,7 @@ class Patches:
 
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if not tower.is_idle and not torch.compiler.is_compiling():
+            if not _compat.is_recording() and not tower.is_idle:
                 self._guard_class(type(optimizer))
                 tower.made(optimizer)
 
@@ -64,7 +68,7 @@ class Patches:
 
         def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if not _compat.is_recording():
                 census.add(module)
                 if isinstance(module, DistributedDataParallel) and not tower.is_idle:
                     announce()
@@ -82,7 +86,8 @@ class Patches:
         tower = self._tower
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or tower.is_idle:
+            if _compat.is_recording() or tower.is_idle:
+                tower.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
             call = functools.partial(original, optimizer, *args, **kwargs)
@@ -105,7 +110,8 @@ class Patches:
         tower = self._tower
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or tower.is_idle or tower.is_nested:
+            if _compat.is_recording() or tower.is_idle or tower.is_nested:
+                tower.children.trains()
                 original(tensors, *args, **kwargs)
                 return
             tower.backward(tensors)
@@ -121,7 +127,7 @@ class Patches:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             # With create_graph, the third argument after them, it is a part of a loss and not an update by it.
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
-            if torch.compiler.is_compiling() or tower.is_idle or tower.is_nested or is_part:
+            if _compat.is_recording() or tower.is_idle or tower.is_nested or is_part:
                 return original(outputs, inputs, *args, **kwargs)
             tower.before_grad(outputs)
             grads = original(outputs, inputs, *args, **kwargs)
@@ -129,10 +135,29 @@ class Patches:
 
         return grad
 
+    def _start(self, original: Callable[..., None]) -> Callable[..., None]:
+        children = self._tower.children
+
+        def start(process: BaseProcess) -> None:
+            may_train = children.may_train(process)  # asked first: a process that runs has forgotten what it is for
+            original(process)
+            children.num_spawned += may_train
+
+        return start
+
+    def _aside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tower = self._tower
+
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            with tower.standing_aside():
+                return original(*args, **kwargs)
+
+        return trace
+
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: GradScaler, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
-            if isinstance(scaled, Tensor) and scaled is not outputs:
+            if not _compat.is_recording() and isinstance(scaled, Tensor) and scaled is not outputs:
                 scaled._nanguard_loss = outputs  # type: ignore[attr-defined]
             return scaled
 
@@ -142,7 +167,7 @@ class Patches:
         tower = self._tower
 
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if tower.is_idle or not scaler.is_enabled():
+            if _compat.is_recording() or tower.is_idle or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
             before = tower.scaled_by(optimizer, scaler)
             result = original(scaler, optimizer, *args, **kwargs)

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.agree import Ranks
 from nanguard.assembly import assemble, choose_bundles, choose_snapshots, choose_sync
-from nanguard.autopilot.crew import Crew, names_in_sight
+from nanguard.autopilot.crew import Crew
 from nanguard.autopilot.handshake import are_all_guarded
+from nanguard.autopilot.names import names_in_sight
 from nanguard.autopilot.scale import ProgramScaler
 from nanguard.autopilot.settings import Settings
 from nanguard.autopilot.shield import HandedShield, Step

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from nanguard.assembly import introduce
 from nanguard.autopilot.census import Census
-from nanguard.autopilot.crew import crew_of, has_guard, names_in_sight, owners
+from nanguard.autopilot.crew import crew_of, has_guard, owners
+from nanguard.autopilot.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.autopilot.pilot import Pilot
 from nanguard.autopilot.settings import Settings
 from nanguard.diagnosis.search import Search
@@ -70,7 +71,9 @@ class Roster:
             return []
         params = parameters_of(optimizer)
         roots = owners(params, self.census)
-        self._arrived.append((weakref.ref(optimizer), names_in_sight([*params, *roots])))
+        names = {**names_in_call(params, roots), **names_in_sight([*params, *roots])}
+        names[id(optimizer)] = name_being_assigned()
+        self._arrived.append((weakref.ref(optimizer), names))
         return roots
 
     def seat_next(self) -> Pilot | None:
@@ -82,7 +85,7 @@ class Roster:
         if has_guard(optimizer):
             self.has_guard = True
             return None
-        name = names_in_sight([optimizer]).get(id(optimizer), type(optimizer).__name__)
+        name = names_in_sight([optimizer]).get(id(optimizer)) or names[id(optimizer)] or type(optimizer).__name__
         taken = [pilot.name for pilot in self.pilots]
         return self.enroll(optimizer, name if name not in taken else f"{name} {self.num_optimizers}", names)
 
@@ -189,6 +192,7 @@ class Roster:
                 log.warning("%s", error)
             except Exception:
                 log.exception("the last steps could not be looked at")
+            vars(pilot.optimizer).pop(_SEAT, None)  # it is a plain one from now on, whatever is installed next
 
 
 def pilot_of(optimizer: Optimizer) -> Pilot | None:

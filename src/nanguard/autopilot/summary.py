@@ -20,7 +20,8 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
     if not autopilot.num_optimizers:
         if autopilot.has_guard:
             return "nothing to do, since the program has a Guard of its own"
-        return "nothing to guard, since no gradients were computed in this process"
+        none = "nothing to guard, since no gradients were computed in this process"
+        return none + _children(autopilot.num_children)
     counts, incidents = autopilot.counts, autopilot.incidents
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
     total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
@@ -38,7 +39,16 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
     row = autopilot.refused_in_a_row
     if row >= _LONG:
         told.append(f"the last {row:,} in a row refused: nothing was learned in them")
-    return ", ".join(told) + _first(incidents)
+    return ", ".join(told) + _first(incidents) + _children(autopilot.num_children)
+
+
+def _children(number: int) -> str:
+    """Processes that the program started."""
+    if not number:
+        return ""
+    if number == 1:
+        return "; a child process was started, which is guarded only if it calls nanguard.install()"
+    return f"; {number:,} child processes were started, which are guarded only if they call nanguard.install()"
 
 
 def _first(incidents: Sequence[Incident]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,9 @@ from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.autopilot.byhand import Hand, holding, leaves_of
+from nanguard.autopilot.children import Children
 from nanguard.autopilot.listening import Switchboard
+from nanguard.autopilot.names import names_of_leaves
 from nanguard.autopilot.pilot import Pilot, Round
 from nanguard.autopilot.roster import Roster, pilot_of
 from nanguard.autopilot.settings import Settings
@@ -42,11 +43,10 @@ class Tower:
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
-        self._pid = os.getpid()
         self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
         self._ear = Ear(self._open_calls, self._random_states, "cpu")
         self._switchboard = Switchboard(self.heard, self._open_calls, self._ear)
-        os.register_at_fork(after_in_child=self._leave_alone)
+        self.children = Children(self._leave_alone)
 
     # ---- what the program does -----------------------------------------------------------------------------------
 
@@ -59,6 +59,18 @@ class Tower:
     def is_nested(self) -> bool:
         """Whether a backward pass is under way already: what checkpointing does inside it is no pass of the program."""
         return self._is_in_backward
+
+    @contextlib.contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """While the program has its modules traced: nothing is heard, and no op is followed."""
+        was_tracing = self._tracer.live is not None and not self.is_nested
+        self._tracer.stop()
+        try:
+            with self._busy():
+                yield
+        finally:
+            if was_tracing:
+                self._tracer.start(self.pilots)
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer; it may not be quite finished yet."""
@@ -280,7 +292,7 @@ class Tower:
         with self._at_work("a step could not be looked at"):
             self._tracer.stop()
             if hand.pilot is None:
-                hand.pilot = self.roster.enroll(hand.optimizer, "", {})
+                hand.pilot = self.roster.enroll(hand.optimizer, "", names_of_leaves(hand.leaves))
                 self._welcome(hand.pilot)
                 self._tracer.stop()
             if hand.pilot is not None:
@@ -329,13 +341,18 @@ class Tower:
 
     def close(self) -> None:
         """Hears of what is under way, and ends the run log. Afterwards the program is on its own."""
-        if self._is_closed or os.getpid() != self._pid:
+        if self._is_closed or not self.children.is_parent:
             return
         self._tracer.stop()
         self._is_busy = True
         self.roster.close()
         self._switchboard.hang_up()
         self._is_closed = True
+
+    def hang_up(self) -> None:
+        """In a forked process that gets a guard of its own: nothing of this one is left."""
+        self._switchboard.hang_up()
+        self.children.is_guarded()
 
     def _leave_alone(self) -> None:
         """In a forked process, such as a worker of a DataLoader."""

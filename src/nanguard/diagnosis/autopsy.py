@@ -19,6 +19,7 @@ from nanguard.bench import Bench
 from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.look import look
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.record import Cause, Diagnosis, Fix, Source
 from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.diagnosis.slicing import Program
@@ -106,7 +107,7 @@ def _by_running_it(remains: Remains, bench: Bench, doctor: Doctor, window: Windo
     """The op alone, traced: what is known of causes is asked of its operands."""
     if remains.again is None:
         return None
-    run = Run(Trace({}))
+    run = Run(Trace(Modules()))
     with torch.no_grad(), run.trace:
         result = remains.again()
     run.look_at_loss(result)

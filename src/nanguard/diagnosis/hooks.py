@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.source import Place, find_site
 
 
 class GradientHooks(TorchFunctionMode):
     """Active as a context; notes line and module of each hook that is registered on a tensor."""
 
-    def __init__(self, names: Mapping[int, str], found: list[tuple[Place, str]]) -> None:
+    def __init__(self, modules: Modules, found: list[tuple[Place, str]]) -> None:
         super().__init__()
-        self._names, self._found = names, found
+        self._modules, self._found = modules, found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
-            site = find_site(self._names, in_engine=False)
+            site = find_site(self._modules, in_engine=False)
             if site.place is not None:
                 self._found.append((site.place, site.module or ""))
         return func(*args, **(kwargs or {}))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard.bench import Bench
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.source import user_files
 from nanguard.naming import plain_name, unwrapped
 
@@ -46,9 +47,8 @@ class Inventory:
             **{f"state {name}": tensor for name, _, tensor in self.states()},
         }
 
-    def module_names(self) -> dict[int, str]:
-        """Names by identity; a module with two names has the first."""
-        return {id(module): plain_name(name) for name, module in reversed(list(self.model.named_modules()))}
+    def modules(self) -> Modules:
+        return Modules(self.model)
 
     def module(self, name: str) -> nn.Module | None:
         try:

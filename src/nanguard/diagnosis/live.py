@@ -66,7 +66,7 @@ class Live:
             return
         began = time.perf_counter()
         try:
-            trace = Trace(self._inventory.module_names())
+            trace = Trace(self._inventory.modules())
             introduce(trace, self._inventory)
             for name, tensor in named_tensors(batch, "batch"):
                 trace.know(name, tensor, BATCH)
@@ -94,7 +94,7 @@ class Live:
         if self._run is None or self.takes_too_long:
             yield
             return
-        with GradientHooks(self._inventory.module_names(), self._run.hooks), self.following():
+        with GradientHooks(self._run.trace.modules, self._run.hooks), self.following():
             yield
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class Live:
             return
         trace, self._is_used = self._run.trace, True
         began = self._entered = time.perf_counter()
-        trace.__enter__()  # type: ignore[no-untyped-call]
+        trace.__enter__()
         try:
             yield
         finally:

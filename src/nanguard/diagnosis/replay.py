@@ -42,7 +42,7 @@ class Replay:
         self._began = time.monotonic()
         self._written: set[str] = set()
         self.inventory = Inventory(bench)
-        self._names = self.inventory.module_names()
+        self._modules = self.inventory.modules()
         self._generators = list(_generators(self.inventory.model.modules()))
         self._data = dict(_data(window))
 
@@ -61,12 +61,12 @@ class Replay:
             for each, thing in (self._sharing(tensor) if name in self._data else whole).items():
                 saved.setdefault(each, (thing, thing.detach().clone()))
 
-        trace = Trace(self._names, save)
+        trace = Trace(self._modules, save)
         self._introduce(trace)
         run = Run(trace)
         try:
             alone = _Alone() if self.bench.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
-            hooks = GradientHooks(self._names, run.hooks)
+            hooks = GradientHooks(self._modules, run.hooks)
             with self._stage(self.window), _compat.without_compilation(), alone, hooks, trace:
                 for place in range(len(self.window.microbatches)):
                     self._watch_one(run, place)
@@ -86,7 +86,7 @@ class Replay:
 
     def watched_update(self) -> Run:
         """The optimizers' update alone, by the gradients that are there now, with every op followed; taken back."""
-        trace = Trace(self._names)
+        trace = Trace(self._modules)
         self._introduce(trace)
         run = Run(trace)
         with _compat.without_compilation(), trace:

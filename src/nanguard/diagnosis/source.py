@@ -7,7 +7,6 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.record import Source
 
 _FRAMEWORKS = (
@@ -67,8 +67,8 @@ class Site:
     in_user_code: bool = False
 
 
-def find_site(names: Mapping[int, str], *, in_engine: bool) -> Site:
-    """Of the op being dispatched now; ``names`` are those of the modules by identity.
+def find_site(modules: Modules, *, in_engine: bool) -> Site:
+    """Of the op being dispatched now, in code of these modules or outside of them.
 
     The deepest line outside torch, frameworks and nanguard is the user's. Where the walk meets the call of the autograd
     engine first, the op was run by a node of the graph and the line at the top of the stack says nothing about it.
@@ -95,7 +95,7 @@ def find_site(names: Mapping[int, str], *, in_engine: bool) -> Site:
         elif kind == "framework" and lesser is None:
             lesser = (code.co_filename, frame.f_lineno, code.co_name)
         if code.co_argcount and kind != "nanguard" and (module is None or (home is None and place is not None)):
-            owner = _method_of(frame, names)
+            owner = modules.at(frame)
             module = owner if module is None else module
             home = owner if home is None and place is not None else home
         if home is not None and not in_engine:
@@ -111,17 +111,6 @@ def calling_line() -> Place | None:
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-def _method_of(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """The name of the module whose method runs in a frame; a function that is given a module is none."""
-    code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0])
-    name = names.get(id(first))
-    if name is None or code.co_varnames[0] == "self":
-        return name
-    method = getattr(type(first), code.co_name, None)
-    return name if getattr(method, "__code__", None) is code else None
 
 
 def source_of(place: Place | None) -> Source | None:
@@ -154,6 +143,11 @@ def user_files(objects: Any) -> list[str]:
 def is_users_file(file: str) -> bool:
     """Whether code in a file is the user's program, and not torch's, a framework's or ours."""
     return _kind_of(file) == "user"
+
+
+def is_library_file(file: str) -> bool:
+    """Whether code in a file is torch's or ours."""
+    return _kind_of(file) in ("torch", "checkpoint", "nanguard", "boundary")
 
 
 def is_users(kind: type[nn.Module]) -> bool:

@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_look, look
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
 from nanguard.diagnosis.provenance import BATCH, OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
 from nanguard.diagnosis.source import Site, find_site
@@ -36,14 +37,14 @@ _LARGEST_COPY = 1 << 26
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context; ``names`` are those of the modules by identity.
+    """Active as a context; ``modules`` says which of them an op is in.
 
     ``generators`` are those of the program that ops drew from, with their states before. ``save`` is called with the
     name and tensor of a parameter, buffer or optimizer state before an op of the user's program writes to it outside
     the optimizer, once each.
     """
 
-    def __init__(self, names: Mapping[int, str], save: Callable[[str, Tensor], None] | None = None) -> None:
+    def __init__(self, modules: Modules, save: Callable[[str, Tensor], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.events: list[Event] = []
@@ -52,7 +53,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.in_update = False
         self.failure: Exception | None = None
-        self._names = names
+        self.modules = modules
         self._save = save
         self._plans: dict[Any, Plan] = {}
         self._leaves: dict[int, Leaf] = {}
@@ -62,6 +63,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bad: dict[int, tuple[Event, ...]] = {}
         self._sites: dict[tuple[int, int], tuple[str, Site]] = {}
         self._main = threading.get_ident()
+
+    def __enter__(self) -> Trace:
+        self.modules.listen()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.modules.stop()
 
     # ---- what was there before -----------------------------------------------------------------------------------
 
@@ -111,12 +121,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if args and isinstance(args[0], (int, float)) and str(func._schema.arguments[0].type) == "Tensor":
+            args = (torch.tensor(args[0]), *args[1:])  # torch gives a constant as a number, and then does not take it
+        if _compat.is_recording():  # what we look at would be recorded too
+            return func(*args, **kwargs)
         if func is torch.ops.aten._efficientzerotensor.default:
             # It has no memory, and kernels that are called from here would read it all the same.
             return torch.zeros(*args, **kwargs)
         plan = self._plans.get(func) or self._plans.setdefault(func, plan_of(func))
         node = _compat.current_node()
-        site = find_site(self._names, in_engine=node is not None)
+        site = find_site(self.modules, in_engine=node is not None)
         self._remember_node(plan, site, node)
         if plan.is_view:
             return func(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
 from nanguard.diagnosis.look import look
+from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.record import Diagnosis
 from nanguard.diagnosis.source import Place, find_site
 from nanguard.diagnosis.trace import forward_op
@@ -104,7 +105,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, aim: Aim, say: Say) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_stopped = False
-        self._aim, self._say = aim, say
+        self._aim, self._say, self._modules = aim, say, Modules()
         self._moments: dict[int, Moment] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +113,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.has_stopped:
             return func(*args, **kwargs)
         node = _compat.current_node()
-        site = find_site({}, in_engine=node is not None)
+        site = find_site(self._modules, in_engine=node is not None)
         by_engine = site.by_engine and not site.in_user_code
         if not by_engine:
             self._remember(site.place)
