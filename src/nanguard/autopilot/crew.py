@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,16 @@ class Crew(nn.Module):
         self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
 
 
-def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included.
+def names_inside(model: nn.Module) -> dict[int, str]:
+    """By identity, of the parts of a crew."""
+    if not isinstance(model, Crew):
+        return {}
+    parts = [*model.named_children(), *model._parameters.items()]
+    return {id(part): name for name, part in parts if name.isidentifier()}
 
-    A scripted or traced copy of a module shares its parameters. It is left out if the module itself is there.
-    """
+
+def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
     wanted = {id(tensor) for tensor in tensors}
     living = [each for each in modules if type(each) is not Crew]
     parents: dict[int, list[nn.Module]] = {}
@@ -50,10 +55,18 @@ def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.M
         if any(id(param) in wanted for param in vars(module).get("_parameters", {}).values()):
             for root in _roots(module, parents, set()):
                 found[id(root)] = root
-    plain = [root for root in found.values() if not isinstance(root, torch.jit.ScriptModule)]
-    owned = {id(param) for root in plain for param in root.parameters()}
-    copies = [root for root in found.values() if isinstance(root, torch.jit.ScriptModule)]
-    return plain + [copy for copy in copies if any(id(p) in wanted - owned for p in copy.parameters())]
+    return list(found.values())
+
+
+def without_copies(roots: list[nn.Module], used: Container[int]) -> list[nn.Module]:
+    """Leaves out what ``torch.jit`` made of modules that are themselves ``used``, by identity: they share parameters.
+
+    Torch keeps a module alive of which it has made a scripted one, so that it is there says nothing.
+    """
+    plain = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
+    owned = {id(param) for root in plain if id(root) in used for param in root.parameters()}
+    copies = [root for root in roots if isinstance(root, torch.jit.ScriptModule)]
+    return plain + [copy for copy in copies if any(id(param) not in owned for param in copy.parameters())]
 
 
 def has_guard(optimizer: Optimizer) -> bool:

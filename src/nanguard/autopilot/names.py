@@ -61,11 +61,13 @@ def name_being_assigned() -> str:
     return ""
 
 
-def names_in_call(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> dict[int, str]:
+def names_in_call(params: Sequence[Tensor], roots: Sequence[nn.Module]) -> dict[int, str]:
     """What the call that is making an optimizer of these parameters says, of outermost modules and bare tensors."""
     owner = {id(param): root for root in roots for param in root.parameters()}
     owned = [param for param in params if id(param) in owner]
     bare = [param for param in params if id(param) not in owner]
+    if not bare and len(roots) == 1:  # a model alone needs no name, and some programs make thousands of optimizers
+        return {}
     atoms = list(dict.fromkeys(_atoms_of_call(list(_lines(sys._getframe(1))))))
     modules, tensors = [[name for each, name in atoms if each == kind] for kind in ("module", "tensor")]
     names = {id(param): name for param, name in zip(bare, tensors, strict=False)} if len(bare) == len(tensors) else {}

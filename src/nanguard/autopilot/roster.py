@@ -8,12 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard.assembly import introduce
 from nanguard.autopilot.census import Census
-from nanguard.autopilot.crew import crew_of, has_guard, owners
+from nanguard.autopilot.crew import crew_of, has_guard, names_inside, owners, without_copies
 from nanguard.autopilot.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.autopilot.pilot import Pilot
 from nanguard.autopilot.settings import Settings
@@ -39,6 +40,8 @@ class Roster:
         self._past_incidents: list[Incident] = []
         self._search = Search()
         self.census = Census()
+        self.used: set[int] = set()
+        """Identities of outermost modules that the program has called."""
         self.num_optimizers = 0
         """That have ever been guarded."""
         self._numbers = itertools.count(1)
@@ -70,7 +73,7 @@ class Roster:
         if pilot_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self._arrived):
             return []
         params = parameters_of(optimizer)
-        roots = owners(params, self.census)
+        roots = [root for root in owners(params, self.census) if not isinstance(root, torch.jit.ScriptModule)]
         names = {**names_in_call(params, roots), **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
         self._arrived.append((weakref.ref(optimizer), names))
@@ -120,11 +123,12 @@ class Roster:
         """Looked for anew: the program may have wrapped its modules since."""
         params = parameters_of(optimizer)
         roots = owners(params, self.census)
+        roots = without_copies(roots, self.used)
         return crew_of(params, roots, {**names, **names_in_sight([*params, *roots])}), roots
 
     def renew(self, pilot: Pilot) -> Pilot:
         """With the modules whose parameters the program has added; as it was where that cannot be."""
-        crew, roots = self._crew(pilot.optimizer, {})
+        crew, roots = self._crew(pilot.optimizer, names_inside(pilot.bench.model))
         try:
             shares = pilot.sync == "eager"
             new = Pilot(

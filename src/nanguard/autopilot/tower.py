@@ -85,6 +85,7 @@ class Tower:
 
     def heard(self, root: int) -> None:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
+        self.roster.used.add(root)
         self.take_in()
         if self.is_idle or self.is_nested:
             return
