@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -27,6 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _only_its_own_log(request: pytest.FixtureRequest) -> None:
+    """A guard that an earlier test has left behind is summed up when it is collected: before the log is looked at."""
+    if "caplog" in request.fixturenames:
+        gc.collect()
+        request.getfixturevalue("caplog").clear()
 
 
 @pytest.fixture(autouse=True)

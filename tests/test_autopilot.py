@@ -1055,10 +1055,41 @@ def test_a_policy_may_halt() -> None:
     assert same(before, dict(model.state_dict()))
 
 
-def test_by_default_it_never_halts_for_bad_steps() -> None:
+def test_by_default_it_does_not_halt_for_bad_steps() -> None:
     with nanguard.install(diagnose="off") as autopilot:
         program(ALL["AdamW foreach"], poisoned(make_batches(40), *range(5, 40)))
     assert autopilot.counts["skipped"] == 35
+
+
+def test_by_default_it_halts_when_nothing_is_learned_any_more() -> None:
+    with nanguard.install(diagnose="off") as autopilot:
+        model = TinyNet()
+        optimizer = AdamW(model.parameters())
+        with pytest.raises(nanguard.NonFiniteError, match="none of the 100 steps before it was applied"):
+            for x, y in poisoned(make_batches(200), *range(5, 200)):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"], autopilot.counts["halted"]) == (5, 100, 1)
+
+
+def test_two_optimizers_that_are_bad_in_turn_make_no_progress_either() -> None:
+    """All step or none does: each is refused every other time only, and still nothing is ever applied."""
+    with nanguard.install(policy=Policy([Skip(times=None)], max_consecutive_skips=20), diagnose="off") as autopilot:
+        torch.manual_seed(0)
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.1)]
+        with pytest.raises(nanguard.NonFiniteError, match="steps before it was applied"):
+            for number in range(100):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                two(one(torch.ones(2, 3))).sum().backward()
+                bad = (one if number % 2 else two).weight.grad
+                assert bad is not None
+                bad.fill_(NAN)
+                for optimizer in optimizers:
+                    optimizer.step()
+    assert autopilot.counts["applied"] == 0
 
 
 def test_damage_is_rolled_back() -> None:

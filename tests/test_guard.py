@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +447,48 @@ class TestResuming:
 
 
 class TestWhatItSays:
+    def test_the_run_is_summed_up_in_a_line(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model, opt = build(ALL["fused AdamW"])
+        with nanguard.Guard(model, opt, precision="fp32", run_dir=tmp_path) as guard:
+            for batch in poisoned(make_batches(6), 2, 4):
+                guard.step(loss_fn, batch)
+            assert "end of the run" not in caplog.text
+        (line,) = [message for message in caplog.messages if message.startswith("end of the run")]
+        assert line.startswith(
+            "end of the run: 6 steps, 2 not applied, weights and optimizer state finite; first known"
+        )
+        assert "step 2: non-finite data" in line
+        assert line.endswith(f"more: nanguard explain {tmp_path}")
+        del guard
+        gc.collect()
+        assert caplog.text.count("end of the run") == 1, "once"
+
+    def test_a_healthy_run_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+        with nanguard.Guard(*build(ALL["fused AdamW"]), precision="fp32") as guard:
+            guard.step(loss_fn, make_batches(1)[0])
+        assert "end of the run" not in caplog.text
+
+    def test_a_guard_that_is_let_go_of_is_summed_up_too(self, caplog: pytest.LogCaptureFixture) -> None:
+        guard = nanguard.Guard(*build(ALL["fused AdamW"]), precision="fp32")
+        guard.step(loss_fn, poisoned(make_batches(1), 0)[0])
+        there = weakref.ref(guard)
+        del guard
+        gc.collect()
+        assert there() is None, "what is to be told does not keep it alive"
+        assert "end of the run: 1 step, 1 not applied; first known at step 0" in caplog.text
+
+    @pytest.mark.parametrize("ending", ["", "import sys; sys.exit(0)", "raise ValueError", "guard.close()"])
+    def test_so_is_one_at_the_end_of_the_process(self, ending: str) -> None:
+        code = f"""
+import torch, nanguard
+model = torch.nn.Linear(2, 1)
+guard = nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
+{ending}
+"""
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert ended.stderr.count("end of the run: 1 step, 1 not applied") == 1
+
     def test_the_panel(self, caplog: pytest.LogCaptureFixture) -> None:
         _, _, guard = make_guard()
         for batch in guard.epoch(poisoned(make_batches(3), 1)):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -461,17 +461,66 @@ def test_weights_that_cannot_be_written_are_left_out_whole(tmp_path: Path) -> No
     assert "sparse: a tensor of layout torch.sparse_coo cannot be kept" in bundle.why_not("weights")
 
 
+def keep_many(bundles: Bundles, causes: Iterable[Any], size: int = 1) -> list[Path | None]:
+    """One incident for each cause; the batch is of ``size`` numbers."""
+    return [
+        bundles.keep(
+            number,
+            outcome=made_by(diagnosis=nanguard.Diagnosis(phase="forward", cause=cause, because="it is so")),
+            window=step_on(torch.ones(size)),
+            history=(),
+            model=nn.Linear(1, 1),
+        )
+        for number, cause in enumerate(causes, 1)
+    ]
+
+
+def test_of_one_kind_the_first_are_kept_and_the_rest_thinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bundles = Bundles(tmp_path)
+    kept = keep_many(bundles, ["log_of_zero"] * 120 + ["div_by_zero"])
+    assert [number for number, path in enumerate(kept, 1) if path] == [*range(1, 11), 30, 100, 121]
+    assert bundles.num_left_out == 108
+    assert [record.getMessage() for record in caplog.records] == [
+        "10 incidents of one kind are kept, more of it only now and then",
+        "100 incidents were not kept on disk so far; the run log has them",
+    ]
+
+
 def test_a_run_with_many_incidents_does_not_fill_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bundles = Bundles(tmp_path, "batch", most=2)
-    for number in range(1, 25):
-        bundles.keep(number, outcome=made_by(), window=step_on(torch.ones(1)), history=(), model=nn.Linear(1, 1))
+    causes = ["log_of_zero"] * 3 + ["div_by_zero"] * 2 + ["exp_overflow", "ctc_inf"]
+    kept = keep_many(bundles, causes)
+    assert [path and path.name for path in kept] == ["0001", "0002", None, "0004", None, "0006", None]
     there = [load(path) for path in folders(tmp_path)]
-    assert [bundle.captured for bundle in there] == [("batch", "rng")] * 2 + [()] * 18
+    assert [bundle.captured for bundle in there] == [("batch", "rng")] * 2 + [()] * 2, "the first of a kind, small"
     assert "capture='batch' was asked for" in there[2].facts["notes"][0]
+    assert bundles.num_left_out == 3
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "from now on without data. Remove what is of no use",
-        "no more will be. Remove what is of no use",
+        "no more of these kinds. Remove what is of no use",
+        "from now on the first of a kind only, without data",
     ]
+
+
+def test_all_incidents_of_a_run_together_have_a_limit(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path, "batch", total_limit=100_000)
+    keep_many(bundles, ["log_of_zero"] * 5, size=10_000)
+    there = [load(path) for path in folders(tmp_path)]
+    assert ["batch" in bundle.captured for bundle in there] == [True, True, False, False, False]
+    assert "over the limit" in there[2].why_not("batch")
+    assert "were left of what all incidents of a run may take together" in there[2].facts["notes"][0]
+    again = Bundles(tmp_path, "batch", total_limit=100_000)
+    (path,) = keep_many(again, ["log_of_zero"], size=10_000)
+    assert path is not None
+    assert "batch" not in load(path).captured, "what an earlier process wrote counts"
+
+
+def test_the_last_of_a_run_is_kept_whatever_came_before(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path)
+    keep_many(bundles, ["log_of_zero"] * 20)
+    known = nanguard.Diagnosis(phase="forward", cause="log_of_zero", because="it is so")
+    window, model = step_on(torch.ones(1)), nn.Linear(1, 1)
+    assert bundles.gather(known, window, (), model) is None
+    assert bundles.gather(known, window, (), model, in_any_case=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -481,6 +530,7 @@ def test_a_run_with_many_incidents_does_not_fill_the_disk(tmp_path: Path, caplog
         ({"batch_limit": -1}, "batch_limit must be a whole number, 0 or more, got -1"),
         ({"weights_limit": 1.5}, "weights_limit"),
         ({"most": True}, "most"),
+        ({"total_limit": -1}, "total_limit"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:

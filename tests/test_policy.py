@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from nanguard import Divergence, DropBadGradients, Halt, LowerLR, Policy, RaisePrecision, Rollback, Skip
 from nanguard.divergence import Trend
-from nanguard.records import Means, Outcome, Reading, Verdict
+from nanguard.policy import recipe_names
+from nanguard.records import Means, Outcome, Progress, Reading, Verdict
 
 ALL_MEANS = Means(lower_precision=True, can_run_again=True, snapshots=(1, 51))
 LADDER = (
@@ -122,6 +123,68 @@ def test_dropped_gradients_are_decided_before_they_are_dropped() -> None:
     assert answers(policy, [replace(verdict, reading=replace(reading, scale=1.0))]) == ["skip"]
 
 
+class TestNoProgress:
+    """A run in which nothing is learned any more stops, whatever rungs are left."""
+
+    endless = Policy([Skip(times=None)])
+
+    def test_consecutive_skips_are_counted_over_epochs(self) -> None:
+        verdicts = [bad(step, epoch=1 + step // 10, cause="input") for step in range(150)]
+        assert answers(self.endless, verdicts)[:101] == ["skip"] * 100 + ["halt"]
+        assert answers(Policy(), verdicts)[:101] == ["skip"] * 100 + ["halt"], "proven to be the data, and all the same"
+
+    @pytest.mark.parametrize("name", recipe_names())
+    @pytest.mark.parametrize("length", [1, 3, 1000])
+    @pytest.mark.parametrize("cause", ["input", "batch", "unknown"])
+    def test_no_recipe_goes_on_for_ever(self, name: str, length: int, cause: Any) -> None:
+        verdicts = [bad(step, epoch=step // length, cause=cause) for step in range(101)]
+        assert "halt" in answers(Policy.recipe(name), verdicts)
+
+    def test_an_applied_step_ends_the_row(self) -> None:
+        verdicts = [bad(step) for step in range(400) if step % 90 != 80]
+        policy = Policy([Skip(times=None)], max_skipped_share=None)
+        assert set(answers(policy, verdicts)) == {"skip"}
+
+    def test_what_was_left_out_for_another_reason_does_not_end_it(self) -> None:
+        """An overflow, or another optimizer's bad step: the number of applied steps tells."""
+        idle = [bad(step, progress=Progress(num_applied=7)) for step in range(0, 150, 3)]
+        assert answers(self.endless, idle)[-17:] == ["skip"] + ["halt"] * 16
+        moving = [bad(step, progress=Progress(num_applied=2 * step)) for step in range(0, 150, 3)]
+        assert set(answers(self.endless, moving)) == {"skip"}
+
+    def test_the_share_of_refused_steps_is_limited(self) -> None:
+        two_of_three = [bad(step) for step in range(2000) if step % 3]
+        assert answers(self.endless, two_of_three).index("halt") == 500
+        one_of_three = [bad(step) for step in range(3000) if not step % 3]
+        assert set(answers(self.endless, one_of_three)) == {"skip"}
+        strict = Policy([Skip(times=None)], max_skipped_share=0.1, skipped_share_window=100)
+        assert answers(strict, one_of_three).index("halt") == 10
+
+    def test_it_says_why_and_the_limits_can_be_turned_off(self) -> None:
+        history: list[Outcome] = []
+        for step in range(101):
+            action = self.endless.decide(history, bad(step))
+            history.append(Outcome(verdict=bad(step), action=action, applied=False))
+        assert "none of the 100 steps before it was applied" in action.because
+        free = Policy([Skip(times=None)], max_consecutive_skips=None, max_skipped_share=None)
+        assert set(answers(free, [bad(step) for step in range(2000)])) == {"skip"}
+
+    def test_damage_and_divergence_are_the_ladders(self) -> None:
+        history = [Outcome(verdict=bad(s), action=self.endless.decide([], bad(s)), applied=False) for s in range(200)]
+        assert Policy(LADDER).decide(history, bad(200, kind="damage")).response == "roll_back"
+        finite = bad(200, kind="divergence", cause="weights")
+        finite = replace(finite, reading=replace(finite.reading, found=(), loss=9.0))
+        assert Policy(LADDER).decide(history, finite).response != "halt"
+
+    def test_going_back_and_forth_is_no_progress(self) -> None:
+        """Each rollback undoes 500 steps, so a span of 400 would be over each time, and the run go round for ever."""
+        policy = Policy([Rollback(times=2, per=400), Halt()])
+        round_and_round = [bad(500 * n, progress=Progress(num_applied=500 * n, num_undone=500 * n)) for n in range(4)]
+        assert answers(policy, round_and_round) == ["roll_back", "roll_back", "halt", "halt"]
+        getting_on = [bad(500 * n, progress=Progress(num_applied=500 * n, num_undone=50 * n)) for n in range(4)]
+        assert answers(policy, getting_on) == ["roll_back"] * 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -141,6 +204,13 @@ def test_dropped_gradients_are_decided_before_they_are_dropped() -> None:
         lambda: Rollback(skip_batches=-1),
         lambda: Rollback(skip_batches="all"),  # type: ignore[arg-type]
         lambda: Divergence(window=2),
+        lambda: Policy(max_consecutive_skips=0),
+        lambda: Policy(max_consecutive_skips=True),
+        lambda: Policy(max_skipped_share=0.0),
+        lambda: Policy(max_skipped_share=1.5),
+        lambda: Policy(max_skipped_share=math.nan),
+        lambda: Policy(max_skipped_share="half"),  # type: ignore[arg-type]
+        lambda: Policy(skipped_share_window=0),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(wrong: Any) -> None:

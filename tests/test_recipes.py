@@ -124,8 +124,17 @@ class TestLlava:
         assert opt.param_groups[0]["lr"] == pytest.approx(0.5 * 1e-3 * 0.99**9), "the next tick does not undo it"
         assert schedule.base_lrs == [pytest.approx(5e-4)]
         assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
-        with pytest.raises(NonFiniteError, match="raise precision of the model: used 1 of 1 this run"):
-            run(guard, poisoned(make_batches(10), 4))
+        run(guard, poisoned(make_batches(10), 1, 4, 5, 6))
+        assert guard.counts["skipped"] == 5, "every later one is skipped: the run goes on"
+        assert opt.param_groups[0]["lr"] == pytest.approx(0.5 * 1e-3 * 0.99**15), "and nothing is lowered again"
+        assert [i.outcome.action.response for i in guard.incidents] == ["raise_precision"] + ["skip"] * 4
+
+    def test_only_a_run_without_progress_is_halted(self) -> None:
+        model, opt = build(ALL["fused AdamW"])
+        guard = Guard(model, opt, precision="bf16", policy=Policy.recipe("llava"), diagnose="off")
+        with pytest.raises(NonFiniteError, match="none of the 100 steps before it was applied"):
+            run(guard, poisoned(make_batches(150), *range(150)))
+        assert (guard.counts["skipped"], guard.counts["halted"]) == (100, 1)
 
     def test_the_step_itself_is_skipped_and_its_gradients_cleared(self) -> None:
         model, opt = build(ALL["fused AdamW"])
@@ -157,7 +166,7 @@ class TestLlava:
 
     def test_its_ladder(self) -> None:
         rung = RaisePrecision("model", lr=0.5, verify=False, times=1, per="run")
-        assert Policy.recipe("llava").ladder == (rung, Halt())
+        assert Policy.recipe("llava").ladder == (rung, Skip(times=None, per="run"), Halt())
 
 
 class TestPretrain:

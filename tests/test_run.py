@@ -284,6 +284,28 @@ def test_the_first_bad_step_may_end_it(tmp_path: Path) -> None:
     assert ended.stdout == ""
 
 
+NEVER_AGAIN = TRAINS.replace("range(6)", "range(300)").replace("in (2, 3)", "> 4")
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)"])
+def test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so(ending: str, tmp_path: Path) -> None:
+    ended = done(*NANGUARD, script(tmp_path, NEVER_AGAIN), cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "NonFiniteError: non-finite loss at step 105" in ended.stderr
+    assert "none of the 100 steps before it was applied" in ended.stderr
+    assert ended.stderr.count("logarithm of a negative number") >= 3, "in the first panels, and in the error"
+    assert ended.stdout == ""
+    (last,) = [line for line in ended.stderr.splitlines() if line.startswith("nanguard: 106 steps")]
+    assert last.startswith("nanguard: 106 steps, 101 not applied, halted")
+    kept = list((tmp_path / "runs" / "train" / "incidents").iterdir())
+    assert 10 <= len(kept) <= 20
+    assert f"{101 - len(kept)} of 101 incidents not kept on disk" in last
+    lines = [f"    {line}" for line in textwrap.dedent(NEVER_AGAIN).strip().splitlines()]
+    caught = "\n".join(["try:", *lines, "except ArithmeticError:", "    print('caught')", ending])
+    ended = done(*NANGUARD, script(tmp_path, caught, "catches.py"), cwd=tmp_path)
+    assert (ended.stdout, ended.returncode) == ("caught\n", 1), "the program caught the error, and was halted"
+
+
 def test_a_trace_finds_the_first_one(tmp_path: Path) -> None:
     name = script(tmp_path, TRAINS.replace("(2, 3)", "(2,)"))
     assert "log, forward, fp32   probably train.py:7" in done(*NANGUARD, name, cwd=tmp_path).stderr

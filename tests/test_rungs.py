@@ -409,6 +409,102 @@ def test_bad_data_are_skipped_for_longer_than_anything_else(sync: str) -> None:
     assert guard.incidents[-1].outcome.verdict.cause == "input"
 
 
+class _Bug:
+    """From one step on the loss function gives NaN, whatever the batch."""
+
+    def __init__(self, kind: str, first: int) -> None:
+        self.kind, self.first, self.step = kind, first, 0
+
+    def loss_fn(self) -> Any:
+        """For the next step."""
+        self.step += 1
+        is_broken = self.step > self.first
+        if self.kind == "a function for each step":
+            return lambda model, batch: loss_fn(model, batch[:2]) * (NAN if is_broken else 1.0)
+        if self.kind == "the same function":
+            return self.now
+        # Missing values are NaN in every batch, and from now on they are used.
+        return lambda model, batch: loss_fn(model, batch[:2]) + (batch[2].sum() if is_broken else 0.0)
+
+    def now(self, model: Any, batch: Any) -> Any:
+        return loss_fn(model, batch[:2]) * (NAN if self.step > self.first else 1.0)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("kind", ["a function for each step", "the same function", "missing values"])
+def test_a_bug_in_the_loss_is_not_taken_for_bad_data_and_ends_the_run(kind: str, sync: str, tmp_path: Path) -> None:
+    bug, model_and_opt = _Bug(kind, first=45), build(ALL["fused AdamW"])
+    guard = Guard(*model_and_opt, precision="fp32", sync=sync, snapshots=RING, run_dir=tmp_path)  # type: ignore[arg-type]
+    batches = [(*batch, torch.full((4,), NAN)) for batch in make_batches(10)]
+    with pytest.raises(NonFiniteError):
+        for _ in range(120):
+            for batch in guard.epoch(batches):
+                guard.step(bug.loss_fn(), batch)
+    assert not {i.outcome.verdict.cause for i in guard.incidents} & {"input", "batch"}
+    assert bug.step < 200
+    assert all(torch.isfinite(p).all() for p in guard.model.parameters())
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_data_that_are_never_good_again_end_the_run_with_all_that_is_known(sync: str, tmp_path: Path) -> None:
+    """Short epochs: a count that starts afresh with each would never run out."""
+    model, opt = build(ALL["fused AdamW"])
+    guard = Guard(model, opt, precision="fp32", sync=sync, snapshots=RING, run_dir=tmp_path)  # type: ignore[arg-type]
+    for batch in guard.epoch(make_batches(12)):
+        guard.step(loss_fn, batch)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(NonFiniteError, match="none of the 100 steps before it was applied") as caught:
+        for _ in range(100):
+            for batch in guard.epoch(poisoned(make_batches(12), *range(12))):
+                guard.step(loss_fn, batch)
+    assert (guard.counts["applied"], guard.counts["skipped"], guard.counts["halted"]) == (12, 100, 1)
+    assert caught.value.incident.outcome.verdict.cause == "input"
+    message = str(caught.value)
+    assert "non-finite data: batch[0] holds NaN at [0, 0]" in message, "examined once more, not taken for a repeat"
+    assert "max_consecutive_skips" in message
+    assert f"nanguard explain {caught.value.incident.outcome.bundle}" in message
+    assert (Path(caught.value.incident.outcome.bundle) / "incident.json").exists()
+    assert len(list((tmp_path / "incidents").iterdir())) <= 15
+    assert differences(before, dict(model.state_dict())) == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_run_that_is_mostly_refused_ends_too(sync: str) -> None:
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Skip(times=None)], skipped_share_window=40)
+    guard = Guard(model, opt, precision="fp32", sync=sync, policy=policy, diagnose="off")  # type: ignore[arg-type]
+    batches = poisoned(make_batches(60), *(place for place in range(60) if place % 3))
+    with pytest.raises(NonFiniteError, match="21 of the last 40 steps were refused"):
+        for batch in guard.epoch(batches):
+            guard.step(loss_fn, batch)
+    assert guard.counts["skipped"] == 20
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    """The row of skips is part of what is saved."""
+    policy = Policy([Skip(times=None)], max_consecutive_skips=20)
+    guards = [Guard(*build(ALL["fused AdamW"]), precision="fp32", policy=policy, diagnose="off") for _ in range(2)]
+    bad = poisoned(make_batches(15), *range(15))
+    guards[0].step(loss_fn, make_batches(1)[0])
+    for batch in bad:
+        guards[0].step(loss_fn, batch)
+    guards[1].load_state_dict(guards[0].state_dict())
+    with pytest.raises(NonFiniteError, match="none of the 20 steps"):
+        for batch in bad:
+            guards[1].step(loss_fn, batch)
+
+
+def test_a_run_that_goes_round_in_circles_ends() -> None:
+    """Every rollback undoes more steps than the span of its count is long."""
+    model, opt = build(ALL["fused AdamW"])
+    policy = Policy([Rollback(times=2, per=20), Halt()])
+    guard = Guard(model, opt, precision="fp32", policy=policy, snapshots=Snapshots(every=40, keep=2), diagnose="off")
+    with pytest.raises(NonFiniteError, match="roll back: used 2 of 2 within 20 steps"):
+        for number, batch in enumerate(guard.epoch(poisoned(make_batches(100), 75))):
+            assert number < 1000, "it never ends"
+            guard.step(loss_fn, batch)
+
+
 def test_a_mask_that_is_meant_to_be_infinite_is_no_damage() -> None:
     model, opt = build(ALL["fused AdamW"])
     guard = Guard(model, opt, precision="fp32", snapshots=RING)

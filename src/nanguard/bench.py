@@ -223,7 +223,8 @@ class Bench:
 
     def judge(self, reading: Reading) -> Verdict:
         """What the reading says by itself."""
-        return judge(reading, scale_floor=None if self.scaler is None else self.scaler.floor)
+        floor = None if self.scaler is None else self.scaler.floor
+        return judge(reading, scale_floor=floor, progress=self.journal.progress)
 
     def update_average(self) -> None:
         if self.ema is not None:

@@ -1,14 +1,9 @@
-"""The guard: what a user calls. It opens a step, has it computed, and hands it to one of two ways of guarding.
-
-    note ─► forward, backward ─► measure ─► agree ─► protect ─► (host) judge ─► decide ─► act ─► record
-
-``eager`` lets the host read the measurement before the optimizers step, ``late`` lets the device decide and tells the
-host afterwards.
-"""
+"""The guard: what a user calls. It opens a step, has it computed, and hands it to one of two ways of guarding."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -129,6 +124,7 @@ class Guard:
             run_dir=run_dir,
         )
         introduce(self._bench, asked_precision=precision, sync=self.sync)
+        weakref.finalize(self, self._bench.journal.sum_up)  # for a program that never closes its guard
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
 
@@ -355,11 +351,12 @@ class Guard:
         self._steps.settle()
 
     def close(self) -> None:
-        """Settles, and ends the run log. ``with Guard(...) as guard:`` does it for you."""
+        """Settles, ends the run log, and sums up what happened. ``with Guard(...) as guard:`` does it for you."""
         self.settle()
         if self._steps.keeper is not None:
             self._steps.keeper.close()
         self._bench.journal.close(steps=self._bench.num_steps)
+        self._bench.journal.sum_up(self._steps.climber.unsound)
 
     def __enter__(self) -> Guard:
         return self
@@ -369,6 +366,7 @@ class Guard:
     ) -> None:
         if error is None:
             self.close()
+        self._bench.journal.sum_up()
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, loss scale, learned limits, measures in force and history, in plain numbers. Settles first."""

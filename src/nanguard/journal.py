@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanguard.divergence import Trend
 from nanguard.errors import NonFiniteError
-from nanguard.records import Incident, Outcome, Reading
+from nanguard.incident.files import as_seen
+from nanguard.records import Incident, Outcome, Progress, Reading
 from nanguard.report.panel import halt_message, panel
+from nanguard.report.summary import closing_line
 from nanguard.runlog import SCHEMA, RunFolder, RunLog
 
 log = logging.getLogger("nanguard")
@@ -45,6 +48,10 @@ class Journal:
         self.refused_in_a_row = 0
         self.numbers: Iterator[int] = itertools.count(1)
         """Where incidents get their numbers from; guards that share a run share it."""
+        self.num_not_kept = 0
+        """Incidents that were left out on disk, since enough of their kind, or enough in all, are there."""
+        self._num_summed_up = 0
+        self._pid = os.getpid()
         self._numbers: list[int] = []
         self._next: int | None = None
         self._speaks = speaks
@@ -53,6 +60,11 @@ class Journal:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         return tuple(Incident(number=n, outcome=o) for n, o in zip(self._numbers, self.history, strict=True))
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come, as far as the host has heard; the same on all ranks."""
+        return Progress(num_applied=self.counts["applied"], num_undone=self.counts["undone"])
 
     @property
     def next_number(self) -> int:
@@ -98,7 +110,7 @@ class Journal:
             self.counts["rolled_back"] += 1
         self._tell(incident)
         if outcome.action.response == "halt":
-            raise NonFiniteError(halt_message(incident), incident)
+            raise NonFiniteError(halt_message(incident, known=self._known_before()), incident)
 
     def ease(self, step: int, what: str) -> None:
         """A measure was taken back."""
@@ -154,10 +166,38 @@ class Journal:
             number, later = number + 1, past
         return number
 
+    def _known_before(self) -> Incident | None:
+        """The last incident of which a cause is known."""
+        causes = (past.diagnosis is not None and past.diagnosis.cause != "unknown" for past in reversed(self.history))
+        place = next((place for place, is_known in enumerate(causes, 1) if is_known), None)
+        return None if place is None else Incident(number=self._numbers[-place], outcome=self.history[-place])
+
     def close(self, *, steps: int) -> None:
         if self._log is not None:
             self._log.close()
             self._log.write("end", steps=steps, counts=dict(self.counts))
+
+    def sum_up(self, look: Callable[[], Sequence[str]] | None = None) -> None:
+        """Logs in one line what became of the run, if there are incidents that no such line has told of.
+
+        ``look`` names what is not finite now. Never raises: it is called when a guard is closed, let go of, or the
+        process ends.
+        """
+        if len(self.history) <= self._num_summed_up or not self._speaks or os.getpid() != self._pid:
+            return
+        self._num_summed_up = len(self.history)
+        try:
+            told = closing_line(
+                self.counts,
+                self.incidents,
+                unsound=None if look is None else look(),
+                refused_in_a_row=self.refused_in_a_row,
+                num_not_kept=self.num_not_kept,
+            )
+            where = "guard.incidents" if self._log is None else f"nanguard explain {as_seen(self._log.path.parent)}"
+            log.warning("end of the run: %s; more: %s", told, where)
+        except Exception:
+            log.exception("what became of the run could not be summed up")
 
     def state_dict(self) -> dict[str, Any]:
         # What a diagnosis found is in the run log; how long it took would make equal runs differ.
@@ -170,6 +210,7 @@ class Journal:
         self._numbers = list(range(1, len(self.history) + 1))
         self.numbers, self._next = itertools.count(len(self.history) + 1), None
         self.trend = Trend.from_dict(state["trend"])
+        self._num_summed_up = len(self.history)
 
     def _note_overflow(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading

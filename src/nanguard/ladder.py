@@ -17,7 +17,11 @@ Span = Literal["epoch", "run"] | int
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The step has no effect. With ``when="data"`` only where the batch is known to be at fault, not the weights."""
+    """The step has no effect. With ``when="data"`` only if it is proven that the batch is at fault.
+
+    However many times are allowed, ``Policy.max_consecutive_skips`` and ``max_skipped_share`` stop a run that makes no
+    progress.
+    """
 
     times: int | None = 3
     per: Span = "epoch"
@@ -27,13 +31,13 @@ class Skip:
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
-        _check("when", self.when, self.when in ("any", "data"), "'any' or 'data'")
+        check("when", self.when, self.when in ("any", "data"), "'any' or 'data'")
 
     def refuses(self, verdict: Verdict) -> str:
         if verdict.kind != "nonfinite":
             return "a skip does not undo it"
         is_data = verdict.cause in ("input", "batch")
-        return "" if self.when == "any" or is_data else "nothing says that the data are at fault"
+        return "" if self.when == "any" or is_data else "nothing proves that the data are at fault"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class LowerLR:
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
-        _check("factor", self.factor, 0 < self.factor < 1, "a number between 0 and 1")
-        _check_count("recover_after", self.recover_after, optional=True)
+        check("factor", self.factor, 0 < self.factor < 1, "a number between 0 and 1")
+        check_count("recover_after", self.recover_after, optional=True)
 
     def refuses(self, verdict: Verdict) -> str:
         return "a smaller learning rate does not mend it" if verdict.kind == "damage" else ""
@@ -106,9 +110,9 @@ class RaisePrecision:
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
-        _check("scope", self.scope, self.scope in ("module", "model"), "'module' or 'model'")
-        _check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
-        _check_count("retry_after", self.retry_after, optional=True)
+        check("scope", self.scope, self.scope in ("module", "model"), "'module' or 'model'")
+        check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
+        check_count("retry_after", self.retry_after, optional=True)
 
     def refuses(self, verdict: Verdict) -> str:
         if verdict.kind != "nonfinite":
@@ -145,12 +149,12 @@ class Rollback:
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
-        _check_count("steps", self.steps)
-        _check("when", self.when, self.when in ("any", "damage"), "'any' or 'damage'")
+        check_count("steps", self.steps)
+        check("when", self.when, self.when in ("any", "damage"), "'any' or 'damage'")
         if self.skip_batches != "failed":
             is_count = type(self.skip_batches) is int and self.skip_batches >= 0
-            _check("skip_batches", self.skip_batches, is_count, "a whole number, 0 or more, or 'failed'")
-        _check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
+            check("skip_batches", self.skip_batches, is_count, "a whole number, 0 or more, or 'failed'")
+        check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
 
     def refuses(self, verdict: Verdict) -> str:
         if (self.raise_precision or self.when == "damage") and verdict.kind != "damage":
@@ -175,20 +179,20 @@ class Halt:
 Rung = Skip | DropBadGradients | LowerLR | RaisePrecision | Rollback | Halt
 
 
-def _check(name: str, value: object, fits: bool, accepted: str) -> None:
+def check(name: str, value: object, fits: bool, accepted: str) -> None:
     if not fits:
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
-def _check_count(name: str, value: int | None, *, optional: bool = False) -> None:
+def check_count(name: str, value: int | None, *, optional: bool = False) -> None:
     fits = (optional and value is None) or (type(value) is int and value >= 1)
-    _check(name, value, fits, "a whole number, 1 or more" + (", or None" if optional else ""))
+    check(name, value, fits, "a whole number, 1 or more" + (", or None" if optional else ""))
 
 
 def _check_budget(times: int | None, per: Span) -> None:
-    _check("times", times, times is None or (type(times) is int and times >= 0), "a whole number, 0 or more, or None")
+    check("times", times, times is None or (type(times) is int and times >= 0), "a whole number, 0 or more, or None")
     fits = per in ("epoch", "run") or (type(per) is int and per >= 1)
-    _check("per", per, fits, "'epoch', 'run' or a number of steps")
+    check("per", per, fits, "'epoch', 'run' or a number of steps")
 
 
 def in_words(rung: Rung) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from nanguard.divergence import Divergence, Trend
 from nanguard.ladder import (
@@ -16,10 +16,12 @@ from nanguard.ladder import (
     Rollback,
     Rung,
     Skip,
+    check,
+    check_count,
     in_words,
     largest_rollback,
 )
-from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict, span_in_words
+from nanguard.records import Action, Cause, Kind, Means, Outcome, Progress, Reading, Verdict, span_in_words
 
 
 def _default_ladder() -> tuple[Rung, ...]:
@@ -44,17 +46,26 @@ class Policy:
 
     A rung is passed where it does not answer what happened, or has been used ``times`` ``per`` span already. After a
     rung above has acted, patience starts afresh; where it brought not a single good step, the ones below are passed.
-    Behind the last rung training halts: a corrupt update is never accepted.
+    Behind the last rung training halts: a corrupt update is never accepted. It also halts if it makes no progress, by
+    the three limits below, whatever rungs are left.
 
     Args:
         ladder: the rungs. The default is our own, ``Policy.recipe("default")``.
         divergence: when a finite loss counts as diverged; None never asks. Only rungs that answer it are taken.
         max_norm: the gradient norm to clip to where the guard is not given one; None does not clip.
+        max_consecutive_skips: how many steps in a row may end without an update, over all epochs; the next non-finite
+            step halts. None: any number.
+        max_skipped_share: the largest share of the last ``skipped_share_window`` steps that may be refused for being
+            non-finite; the next such step halts. None: any share.
+        skipped_share_window: the number of steps for ``max_skipped_share``.
     """
 
     ladder: Sequence[Rung] = field(default_factory=_default_ladder)
     divergence: Divergence | None = field(default_factory=Divergence)
     max_norm: float | None = 5.0
+    max_consecutive_skips: int | None = 100
+    max_skipped_share: float | None = 0.5
+    skipped_share_window: int = 1000
 
     def __post_init__(self) -> None:
         rungs = tuple(self.ladder) if isinstance(self.ladder, (list, tuple)) else (self.ladder,)
@@ -67,6 +78,11 @@ class Policy:
                 raise ValueError("Halt() must be the last rung: nothing after it would ever be reached")
         if self.divergence is not None and not isinstance(self.divergence, Divergence):
             raise ValueError(f"divergence must be a Divergence or None, got {self.divergence!r}")
+        check_count("max_consecutive_skips", self.max_consecutive_skips, optional=True)
+        check_count("skipped_share_window", self.skipped_share_window)
+        share = self.max_skipped_share
+        is_share = type(share) in (int, float) and 0 < cast(float, share) <= 1
+        check("max_skipped_share", share, share is None or is_share, "a number above 0, up to 1, or None")
 
     @classmethod
     def recipe(cls, name: str, **options: Any) -> Policy:
@@ -110,6 +126,8 @@ class Policy:
             return Action(response="apply")  # the data have become harder, the weights are as good as before
         if verdict.kind == "divergence" and verdict.cause == "unknown" and not self._acts_without_proof:
             return Action(response="warn", passed=("nothing says that the weights are to blame",))
+        if no_progress := self.no_progress(history, verdict):
+            return Action(response="halt", because=no_progress)
         passed: list[str] = []
         lowest = _lowest_rung(history, verdict)
         for place, rung in enumerate((*self.ladder, Halt())):
@@ -129,6 +147,22 @@ class Policy:
             passed.append(f"{in_words(rung)}: {why_not}")
         return Action(response="warn", passed=tuple(passed))
 
+    def no_progress(self, history: Sequence[Outcome], verdict: Verdict) -> str:
+        """Why the run must stop whatever rungs are left: too many steps had no effect. Empty if it may go on. Pure."""
+        if verdict.kind not in ("nonfinite", "divergence") or not verdict.reading.found:
+            return ""
+        idle = _num_idle(history, verdict)
+        if self.max_consecutive_skips is not None and idle >= self.max_consecutive_skips:
+            return f"none of the {idle:,} steps before it was applied (max_consecutive_skips is reached)"
+        if self.max_skipped_share is None:
+            return ""
+        since = verdict.reading.step - self.skipped_share_window
+        steps = [past.verdict.reading.step for past in history if not past.applied]
+        refused = len({step for step in steps if step > since} | {verdict.reading.step})
+        if refused <= self.max_skipped_share * self.skipped_share_window:
+            return ""
+        return f"{refused:,} of the last {self.skipped_share_window:,} steps were refused (max_skipped_share is passed)"
+
 
 def judge(
     reading: Reading,
@@ -139,6 +173,7 @@ def judge(
     damaged: bool = False,
     cause: Cause = "unknown",
     means: Means | None = None,
+    progress: Progress | None = None,
 ) -> Verdict:
     """What a reading means. ``trend`` is that of the losses before and with this one, ``damaged`` agreed by all ranks.
 
@@ -147,13 +182,15 @@ def judge(
     """
     means = means or Means()
     diverges = trend is not None and rule is not None and trend.has_diverged(rule)
-    if damaged:
-        return Verdict(kind="damage", reading=reading, cause="weights", means=means)
-    if not reading.found:
-        return Verdict(kind="divergence" if diverges else "healthy", reading=reading, cause=cause, means=means)
     can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
-    routine = can_back_off and reading.found == ("gradients",)
-    return Verdict(kind="overflow" if routine else "nonfinite", reading=reading, cause=cause, means=means)
+    kind: Kind = "nonfinite"
+    if damaged:
+        kind, cause = "damage", "weights"
+    elif not reading.found:
+        kind = "divergence" if diverges else "healthy"
+    elif can_back_off and reading.found == ("gradients",):
+        kind = "overflow"
+    return Verdict(kind=kind, reading=reading, cause=cause, means=means, progress=progress or Progress())
 
 
 def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) -> int:
@@ -164,14 +201,38 @@ def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) 
             continue
         if isinstance(rung, Skip) and past.action.rung > place:
             break
-        used += past.action.rung == place and _is_within(past.verdict.reading, verdict.reading, rung)
+        used += past.action.rung == place and _is_within(past.verdict, verdict, rung)
     return used
 
 
-def _is_within(past: Reading, now: Reading, rung: Rung) -> bool:
+def _is_within(past: Verdict, now: Verdict, rung: Rung) -> bool:
     if rung.per == "run":
         return True
-    return past.epoch == now.epoch if rung.per == "epoch" else now.step - past.step < int(rung.per)
+    if rung.per == "epoch":
+        return past.reading.epoch == now.reading.epoch
+    steps = now.reading.step - past.reading.step
+    if isinstance(rung, Rollback):  # steps that were undone are no progress: else a run could go round for ever
+        steps -= now.progress.num_undone - past.progress.num_undone
+    return steps < int(rung.per)
+
+
+def _num_idle(history: Sequence[Outcome], verdict: Verdict) -> int:
+    """How many steps right before this one had no effect, from the first refused one on.
+
+    The number of applied steps tells; by it, steps that were left out for other reasons (an overflow, another
+    optimizer's bad step) do not hide that nothing moves. Without it the numbers of the refused steps tell.
+    """
+    first, now, applied = verdict.reading.step, verdict, verdict.progress.num_applied
+    for past in reversed(history):
+        step, applied_then = past.verdict.reading.step, past.verdict.progress.num_applied
+        if applied is None or applied_then is None:
+            is_adjacent = now.reading.step - step - 1 - past.lost <= 0
+        else:
+            is_adjacent = applied_then == applied
+        if past.applied or not is_adjacent:
+            break
+        first, now = step, past.verdict
+    return verdict.reading.step - first
 
 
 def _lowest_rung(history: Sequence[Outcome], verdict: Verdict) -> int:
@@ -215,8 +276,12 @@ def _separation(*, clip_grad_norm: float = 5.0, nonfinite_patience: int = 3) -> 
 
 
 def _llava(*, lr_backoff: float = 0.5) -> Policy:
-    """On the first non-finite loss all goes to fp32 with a smaller learning rate, once per run; the next one halts."""
-    ladder = (RaisePrecision("model", lr=lr_backoff, verify=False, times=1, per="run"), Halt())
+    """On the first non-finite loss all goes to fp32 with a smaller learning rate, once per run; later ones are skipped.
+
+    As in its source the run goes on; only the limits for a run without progress stop it.
+    """
+    fallback = RaisePrecision("model", lr=lr_backoff, verify=False, times=1, per="run")
+    ladder = (fallback, Skip(times=None, per="run"), Halt())
     return Policy(ladder, divergence=None)
 
 

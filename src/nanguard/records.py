@@ -23,8 +23,8 @@ and has left its own past.
 """
 
 Cause = Literal["unknown", "input", "batch", "weights"]
-"""Whose fault it is, as far as was looked: ``input``, the batch holds NaN or Inf; ``batch``, the weights still work on
-a batch known to be good; ``weights``, they do not."""
+"""Whose fault it is, as far as it can be proven: ``input``, the batch holds NaN or Inf, and the last good one did not;
+``batch``, weights and loss function still work on a batch known to be good; ``weights``, the weights do not."""
 
 Response = Literal[
     "apply", "warn", "drop_gradients", "back_off", "skip", "lower_lr", "raise_precision", "roll_back", "halt"
@@ -84,20 +84,30 @@ class Means:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How many steps were applied before this one, None if that is not known, and how many were undone by rollbacks."""
+
+    num_applied: int | None = None
+    num_undone: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a reading means, whose fault it is, and what could be done about it."""
+    """What a reading means, whose fault it is, what could be done about it, and how far the run had come."""
 
     kind: Kind
     reading: Reading
     cause: Cause = "unknown"
     means: Means = Means()
+    progress: Progress = Progress()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """What the policy answers to a verdict: the rung of the ladder, and the how-manieth use of it this is.
 
-    ``passed`` says of each rung below why it was not taken.
+    ``passed`` says of each rung below why it was not taken. ``because`` is the reason of a halt for lack of progress,
+    which does not ask the ladder.
     """
 
     response: Response
@@ -106,6 +116,7 @@ class Action:
     times: int | None = None
     per: str | int = ""
     passed: tuple[str, ...] = ()
+    because: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +147,8 @@ class Outcome:
         verdict, reading = data["verdict"], _tupled(data["verdict"]["reading"])
         reading["ranks"] = tuple(Flags(**flags) for flags in reading["ranks"])
         means = Means(**_tupled(verdict["means"]))
-        verdict = Verdict(**{**verdict, "reading": Reading(**reading), "means": means})
+        progress = Progress(**verdict.get("progress", {}))  # logs of older versions have none
+        verdict = Verdict(**{**verdict, "reading": Reading(**reading), "means": means, "progress": progress})
         told = data.get("diagnosis")
         diagnosis = None if told is None else Diagnosis.from_dict(told)
         action = Action(**_tupled(data["action"]))

@@ -59,6 +59,11 @@ class Autopilot:
         return self._tower.roster.refused_in_a_row
 
     @property
+    def num_not_kept(self) -> int:
+        """How many incidents were left out on disk, since enough of their kind, or enough in all, are there."""
+        return self._tower.roster.num_not_kept
+
+    @property
     def num_optimizers(self) -> int:
         """That have been guarded; a program that updates its tensors itself counts as one."""
         return self._tower.roster.num_optimizers
@@ -119,7 +124,8 @@ def install(
     not guarded by what its parent has installed: call ``install()`` in it too.
 
     Args:
-        policy: what to do about trouble; the default skips, however often, and rolls damage back.
+        policy: what to do about trouble; the default skips as long as the run makes progress, and rolls damage
+            back.
         max_norm: clip every parameter group to this norm; None leaves clipping to the program.
         run_dir: where to write the run log and bad steps; None writes nothing.
         trace: follow every op from the first step on, to find the first fault at once. Slow.

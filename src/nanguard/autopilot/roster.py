@@ -39,6 +39,7 @@ class Roster:
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
         self._search = Search()
+        self._past_not_kept = 0
         self.census = Census()
         self.used: set[int] = set()
         """Identities of outermost modules that the program has called."""
@@ -62,6 +63,7 @@ class Roster:
             if ref() is whom:
                 self._past.update(journal.counts)
                 self._past_incidents += journal.incidents
+                self._past_not_kept += journal.num_not_kept
         self._seats = [seat for seat in self._seats if seat[0]() is not whom]
 
     @property
@@ -175,6 +177,11 @@ class Roster:
         for _, journal in self._seats:
             total.update(journal.counts)  # adding would leave out what is zero
         return total
+
+    @property
+    def num_not_kept(self) -> int:
+        """Incidents that were left out on disk."""
+        return self._past_not_kept + sum(journal.num_not_kept for _, journal in self._seats)
 
     @property
     def refused_in_a_row(self) -> int:

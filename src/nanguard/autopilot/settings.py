@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # without torch: the program imports it when it likes
 
 
 def patient_policy() -> Policy:
-    """Bad steps are skipped, however many there are: the program is not ours to stop. Damage is rolled back.
+    """Bad steps are skipped as long as the run makes progress; damage is rolled back.
+
+    It halts only if nothing can be learned any more: see ``Policy.max_consecutive_skips`` and ``max_skipped_share``.
 
     Where modules are known to be finite in fp32, and the program's autocast has them overflow again and again, they are
     kept in fp32. A finite loss that leaves its past is nobody's business here: a GAN's does so every day.

@@ -67,7 +67,8 @@ def run(
     A step with a non-finite loss or gradient never reaches weights, optimizer state or buffers; where it came from is
     said on stderr. A healthy run is the same run, bit for bit. Options of nanguard stand before the script.
 
-    Ends with the status of the program; 2 if there is no such program.
+    Ends with the status of the program; 1 if training was halted, also if the program caught the error; 2 if there is
+    no such program.
     """
     from nanguard.errors import LaunchError
 
@@ -147,8 +148,11 @@ def _fly(program: Program, settings: Settings, options: Callable[[], Sequence[st
 
     with logging_to(stderr_console(quiet=quiet), alone=True):
         waits, relaunch = WhenImported("torch", begin), Relaunch(program, options)
+        left: SystemExit | None = None
         try:
             program.run()
+        except SystemExit as leaves:
+            left = leaves
         finally:
             waits.forget()
             relaunch.remove()
@@ -158,6 +162,11 @@ def _fly(program: Program, settings: Settings, options: Callable[[], Sequence[st
                 _sum_up(begun[0] if begun else None, settings.run_dir, quiet)
             elif begun:
                 begun[0].uninstall()
+    is_halted = os.getpid() == process and bool(begun) and begun[0].counts.get("halted", 0) > 0
+    if is_halted and (left is None or left.code in (None, 0)):
+        sys.exit(1)  # the program caught the error, or the halt came with its very last steps
+    if left is not None:
+        raise left
 
 
 def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) -> None:

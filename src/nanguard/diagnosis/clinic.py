@@ -62,13 +62,19 @@ class Clinic:
         self._num_taken = 0
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
-    def examine(self, window: Window, reading: Reading, past: Past, *, update: bool = False) -> Diagnosis | None:
-        """Called with the world as the failing step found it. None where nothing could be found out or nobody asked."""
+    def examine(
+        self, window: Window, reading: Reading, past: Past, *, update: bool = False, is_last: bool = False
+    ) -> Diagnosis | None:
+        """Called with the world as the failing step found it. None where nothing could be found out or nobody asked.
+
+        A step that is the run's last one (``is_last``) is not taken for a repeat of those before it.
+        """
         if self._how == "off":
             return None
         if not self._is_alike(reading):
             self._in_a_row = 0
-        if self._last is not None and self._how == "auto" and self._takes_for_the_same():
+        taken = self._how == "auto" and not is_last and self._last is not None and self._takes_for_the_same()
+        if taken and self._last is not None:
             note = f"not examined: the {self._in_a_row} before it all ended alike"
             return _taken_for(self._last, reading, note)
         diagnosis = None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nanguard.diagnosis.batches import named_tensors, num_samples, take
 from nanguard.diagnosis.record import Diagnosis
+from nanguard.incident.budget import Budget
 from nanguard.incident.files import Draft, tree_of_rng
 from nanguard.incident.surroundings import environment
 from nanguard.naming import plain_name, unwrapped
@@ -42,11 +43,12 @@ SAMPLES_LIMIT = 16 << 20
 """Bytes. What is over is left out, and ``incident.json`` says so."""
 
 MOST = 100
-"""How many bundles of a run hold data. Those after it hold none (``meta``), and after ten times as many none is
-written: a bad shard of data must not fill the disk."""
+"""How many bundles a run has; after it the first of a kind is still written, without data, up to twice as many."""
+
+TOTAL_LIMIT = 2 << 30
+"""Bytes of all bundles of a run together. Data that are over it are left out."""
 
 _MOST_SAMPLES, _MOST_TENSORS, _MOST_READINGS = 8, 64, 64
-_FACTOR = 10
 _DAY_S = 86_400.0
 _NAME = re.compile(r"([0-9]{4,})(?:-rank([0-9]+))?")
 _PASSING = re.compile(r"writing-[0-9]+-[0-9a-f]{8}")
@@ -86,18 +88,25 @@ class Bundles:
         world_size: int = 1,
         batch_limit: int = BATCH_LIMIT,
         weights_limit: int = WEIGHTS_LIMIT,
+        total_limit: int = TOTAL_LIMIT,
         most: int = MOST,
     ) -> None:
         if capture not in get_args(Capture):
             raise ValueError(f"capture must be one of {', '.join(map(repr, get_args(Capture)))}, got {capture!r}")
-        for name, value in (("batch_limit", batch_limit), ("weights_limit", weights_limit), ("most", most)):
+        limits = {"batch_limit": batch_limit, "weights_limit": weights_limit, "total_limit": total_limit, "most": most}
+        for name, value in limits.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
         self._run_dir = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir)
         self.capture = capture
         self._precision, self._rank, self._world_size = precision, rank, world_size
         self._batch_limit, self._weights_limit, self._most = batch_limit, weights_limit, most
-        self._warned: set[str] = set()
+        self._budget = Budget(lambda: folders(self._run_dir.path), most=most, size_limit=total_limit)
+
+    @property
+    def num_left_out(self) -> int:
+        """Incidents that were not written, since enough of their kind, or enough in all, are there."""
+        return self._budget.num_left_out
 
     @property
     def folder(self) -> Path:
@@ -122,7 +131,15 @@ class Bundles:
         with; ``kept_fp32`` are the modules that ran in fp32. Waits for the device. Never raises for what goes wrong: a
         full disk, a batch that cannot be read; that is a warning.
         """
-        kept = self.gather(outcome.diagnosis, window, history, model, precision=precision, kept_fp32=kept_fp32)
+        kept = self.gather(
+            outcome.diagnosis,
+            window,
+            history,
+            model,
+            precision=precision,
+            kept_fp32=kept_fp32,
+            found=outcome.verdict.reading.found,
+        )
         return None if kept is None else self.write(number, outcome, kept)
 
     def gather(
@@ -134,15 +151,22 @@ class Bundles:
         *,
         precision: str | None = None,
         kept_fp32: Sequence[str] = (),
+        found: Sequence[str] = (),
+        in_any_case: bool = False,
     ) -> Kept | None:
-        """The first half of ``keep``: what is there now, before anything is done about the step."""
+        """The first half of ``keep``: what is there now, before anything is done about the step.
+
+        None if enough of the same kind are kept, by what was ``found`` and by the diagnosis; ``in_any_case`` counts as
+        the first of a kind.
+        """
         if self.capture == "none":
             return None
         try:
-            self._run_dir.make()
-            capture = self._allowed(len(self._numbers()))
-            if capture == "none":
+            allowed = self._budget.allows(_kind(diagnosis, found), in_any_case=in_any_case)
+            if allowed == "none":
                 return None
+            self._run_dir.make()
+            capture = self.capture if allowed == "data" else "meta"
             draft = Draft()
             facts = self._facts(diagnosis, window, history, model, precision, kept_fp32)
             facts["capture"] = capture
@@ -218,24 +242,27 @@ class Bundles:
                     f"capture={self.capture!r} was asked for, but {self._most} bundles hold data already"
                 )
             return
+        room = self._budget.room()
+        if room < self._batch_limit:
+            draft.notes.append(f"{room:,} bytes were left of what all incidents of a run may take together")
         batches = [] if window is None else window.batches
         if all(batch is None for batch in batches):
             draft.leave_out("batch", "the guard has not seen the data of the step: iterate over guard.epoch(loader)")
         else:
-            draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, self._batch_limit)
-            self._add_samples(draft, diagnosis, batches)
+            draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, min(self._batch_limit, room))
+            self._add_samples(draft, diagnosis, batches, min(SAMPLES_LIMIT, room - draft.size))
         states = [] if window is None else [micro.rng for micro in window.microbatches]
         if not states or any(state is None for state in states):
             draft.leave_out("rng", "the guard did not call the loss function itself")
         else:
             trees = {f"rng[{i}]": tree_of_rng(state) for i, state in enumerate(states) if state is not None}
-            draft.add("rng", trees, self._batch_limit)
+            draft.add("rng", trees, min(self._batch_limit, room - draft.size))
         if capture == "full":
-            draft.add_named("weights", _weights(model), self._weights_limit)
+            draft.add_named("weights", _weights(model), min(self._weights_limit, room - draft.size))
         else:
             draft.leave_out("weights", "they are written with capture='full' only")
 
-    def _add_samples(self, draft: Draft, diagnosis: Diagnosis | None, batches: list[Any]) -> None:
+    def _add_samples(self, draft: Draft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
         """The part of the batch that is to blame: small, and there where the whole is too large."""
         if diagnosis is None or not diagnosis.samples:
             return
@@ -250,7 +277,7 @@ class Bundles:
             return
         if not samples:
             return
-        draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, SAMPLES_LIMIT)
+        draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, limit)
 
     # ---- onto the disk -------------------------------------------------------------------------------------------
 
@@ -276,28 +303,19 @@ class Bundles:
         matches = (_NAME.fullmatch(path.name) for path in _entries(self.folder))
         return [int(match[1]) for match in matches if match and int(match[2] or 0) == self._rank]
 
-    def _allowed(self, number: int) -> Capture:
-        """What may still be written where there are so many already."""
-        if number < self._most:
-            return self.capture
-        there_are = f"{number} incidents are kept in {self.folder}"
-        if number >= _FACTOR * self._most:
-            self._warn_once("none", f"{there_are}: no more will be. Remove what is of no use")
-            return "none"
-        if self.capture != "meta":
-            self._warn_once("meta", f"{there_are}: from now on without data. Remove what is of no use")
-        return "meta"
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning("%s", text)
-
     def _tidy(self) -> None:
         """Removes what a process that died has left half; what is a day old has no owner."""
         for path in _entries(self.folder):
             if _PASSING.fullmatch(path.name) and time.time() - _changed(path) > _DAY_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _kind(diagnosis: Diagnosis | None, found: Sequence[str]) -> tuple[Any, ...]:
+    """What is the same for two incidents that are the same fault."""
+    if diagnosis is None:
+        return tuple(found)
+    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    return diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
 
 
 def _changed(path: Path) -> float:

@@ -69,10 +69,15 @@ class Draft:
             self.trees[what] = list(tensors)
             self.tensors.update((f"{what}.{name}", _copied(tensor)) for name, tensor in tensors.items())
 
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
     def _fits(self, what: str, tensors: Mapping[str, Tensor], limit: int, size: int = 0) -> bool:
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if size > limit:
-            self.leave_out(what, f"{_in_words(size)} is over the limit of {_in_words(limit)}")
+            self.leave_out(what, f"{_in_words(size)} is over the limit of {_in_words(max(0, limit))}")
         return size <= limit
 
     def write(self, folder: Path, facts: Mapping[str, Any]) -> None:

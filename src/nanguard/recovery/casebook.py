@@ -24,30 +24,36 @@ class Casebook:
     def __init__(self, bench: Bench, clinic: Clinic, keeper: Keeper | None, bundles: Bundles | None) -> None:
         self._bench, self._clinic, self._keeper, self._bundles = bench, clinic, keeper, bundles
 
-    def examine(self, window: Window, reading: Reading) -> Diagnosis | None:
-        """Where it came from and why; the same on all ranks."""
+    def examine(self, window: Window, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
+        """Where it came from and why; the same on all ranks. What the run ends with is not taken for a repeat."""
         keeper = self._keeper
         past = Past(
             readings=tuple(self._bench.journal.recent),
             older_weights=None if keeper is None else keeper.weights_of_oldest,
             oldest_step=keeper.steps[0] if keeper is not None and keeper.steps else None,
         )
-        diagnosis = self._clinic.examine(window, reading, past, update="update" in reading.found)
+        diagnosis = self._clinic.examine(window, reading, past, update="update" in reading.found, is_last=is_last)
         return _of_damage(diagnosis, reading) if diagnosis is not None and reading.damaged else diagnosis
 
-    def gather(self, window: Window, reading: Reading, diagnosis: Diagnosis | None) -> Kept | None:
-        """What a bundle is to hold, as it is now; on the ranks that saw the fault."""
+    def gather(
+        self, window: Window, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
+    ) -> Kept | None:
+        """What a bundle is to hold, as it is now; on the ranks that saw the fault. None if enough of them are kept."""
         bench, ranks = self._bench, [flags.rank for flags in reading.ranks]
         if self._bundles is None or bench.ranks.rank not in (ranks or [0]):
             return None
-        return self._bundles.gather(
+        kept = self._bundles.gather(
             diagnosis,
             window,
             bench.journal.recent,
             bench.model,
             precision=bench.precision.name,
             kept_fp32=bench.islands.names,
+            found=reading.found,
+            in_any_case=is_last,
         )
+        bench.journal.num_not_kept = self._bundles.num_left_out
+        return kept
 
     def write(self, outcome: Outcome, kept: Kept | None) -> str:
         """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""

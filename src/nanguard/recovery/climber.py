@@ -24,8 +24,9 @@ from nanguard.policy import judge
 from nanguard.records import Action, Cause, Means, Outcome, Reading, Verdict
 from nanguard.recovery.casebook import Casebook
 from nanguard.recovery.culprit import find_culprit
-from nanguard.recovery.evidence import holds_nonfinite, nonfinite_names
+from nanguard.recovery.evidence import nonfinite_names
 from nanguard.recovery.measures import Measures
+from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
 from nanguard.recovery.rehearsal import Rehearsal
 from nanguard.rng import RngState
 from nanguard.snapshot.keeper import Keeper
@@ -77,6 +78,7 @@ class Climber:
         self.clinic = Clinic(bench, self._rehearsal, diagnose)
         self.casebook = Casebook(bench, self.clinic, keeper, bundles)
         self._witness: Window | None = None
+        self._last_good: Window | None = None
         self._places: deque[tuple[int, Place]] = deque(maxlen=512)
         self._from_the_start = frozenset(nonfinite_names(self._world.tensors()))
         worth_a_word = sorted(self.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
@@ -97,7 +99,7 @@ class Climber:
             self._places.append((reading.step, (reading.epoch, reading.batch)))
         if rule is None or not journal.trend.beyond:
             if window.rerunnable:
-                self._witness = window
+                self._witness = self._last_good = window
             return None
         if not journal.trend.has_diverged(rule):
             return None
@@ -122,11 +124,14 @@ class Climber:
         damaged = self.damaged()
         reading = replace(reading, damaged=damaged)
         is_damaged = self._bench.ranks.any(bool(damaged))
-        diagnosis = self.casebook.examine(window, reading)
+        progress = self._bench.journal.progress
+        verdict = judge(reading, damaged=is_damaged, means=self._means(window), progress=progress)
+        is_last = self._will_halt(verdict)
+        diagnosis = self.casebook.examine(window, reading, is_last=is_last)
         if is_damaged:
             self._bench.be_careful()
-        verdict = judge(reading, damaged=is_damaged, means=self._means(window, diagnosis))
-        kept = self.casebook.gather(window, reading, diagnosis)
+        verdict = replace(verdict, means=self._means(window, diagnosis))
+        kept = self.casebook.gather(window, reading, diagnosis, is_last=is_last)
         answer = replace(self._climb(window, verdict, diagnosis), diagnosis=diagnosis)
         answer = replace(answer, bundle=self.casebook.write(answer.outcome(applied=False), kept))
         behind = self._bench.num_steps - reading.step - 1
@@ -188,7 +193,7 @@ class Climber:
 
     def forget(self) -> None:
         """The run is elsewhere now."""
-        self._witness = None
+        self._witness = self._last_good = None
         self._places.clear()
         if self.keeper is not None:
             self.keeper.forget()
@@ -241,6 +246,12 @@ class Climber:
             attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
             action = policy.decide([*history, *attempts], verdict)
 
+    def _will_halt(self, verdict: Verdict) -> bool:
+        """Whether the run seems to end here, for the first time: a program may go on after a halt."""
+        history = self._bench.journal.history
+        was_halted = bool(history) and history[-1].action.response == "halt"
+        return not was_halted and self._bench.policy.decide(history, verdict).response == "halt"
+
     def _means(self, window: Window, diagnosis: Diagnosis | None = None) -> Means:
         runs_low = self.measures.can_raise_precision or any(call.autocast[0] for call in window.calls)
         names_modules = diagnosis is not None and bool(diagnosis.modules_to_keep)
@@ -254,20 +265,14 @@ class Climber:
     def _with_cause(self, window: Window, verdict: Verdict) -> Verdict:
         """Looks at the batch; then at whether the weights still work on one that was good."""
         try:
-            return self._looked_into(window, verdict)
+            if holds_what_is_new(self._bench, window, self._last_good):
+                return replace(verdict, cause="input")
+            if self._witness is None:
+                return verdict
+            return by_rehearsal(self._bench, self._rehearsal, window, self._witness, verdict)
         except Exception:
             log.warning("step %d: whose fault it is could not be found out", verdict.reading.step, exc_info=True)
             return verdict
-
-    def _looked_into(self, window: Window, verdict: Verdict) -> Verdict:
-        if self._bench.ranks.any(any(map(holds_nonfinite, window.batches))):
-            return replace(verdict, cause="input")
-        if self._witness is None:
-            return verdict
-        if self._rehearsal.is_sound(self._witness):
-            return replace(verdict, cause="batch")
-        was_leaving = self._bench.journal.trend.beyond >= 2
-        return replace(verdict, cause="weights", kind="divergence" if was_leaving else verdict.kind)
 
     def _cause_of_divergence(self, window: Window, rule: Divergence) -> Cause:
         """Would weights that were good have done better on this batch? Else the data have become harder.

@@ -69,11 +69,15 @@ def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
     return told
 
 
-def halt_message(incident: Incident) -> str:
-    """What ``NonFiniteError`` says: what, where, why, what is preserved, what to do."""
+def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
+    """What ``NonFiniteError`` says: what, where, why, what is preserved, what to do.
+
+    ``known`` is the last incident of which a cause is known: it is told of if this one has none.
+    """
     reading, outcome = incident.reading, incident.outcome
     ranks = f" on {_listed([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
-    tried = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
+    passed = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
+    why = outcome.action.because or f"no rung of the ladder was left: {passed}"
     if outcome.verdict.kind == "damage":
         damaged = f"{_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step"
         then = "Next: find out what wrote to them."
@@ -89,18 +93,28 @@ def halt_message(incident: Incident) -> str:
             )
         if not outcome.verdict.means.snapshots:
             then += " Snapshots let a run go back by itself: Guard(..., snapshots=Snapshots())."
+    elif outcome.action.because:
+        kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
+        then = (
+            "Next: fix the cause. Going on would not train the model. To allow more refused steps, raise "
+            "Policy(max_consecutive_skips=..., max_skipped_share=...); None turns a limit off."
+        )
     else:
         kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
         then = (
             "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
             "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy()."
         )
-    rows = [] if outcome.diagnosis is None else diagnosis_rows(outcome.diagnosis)
+    rows = [] if outcome.diagnosis is None else list(diagnosis_rows(outcome.diagnosis))
+    if known is not None and known.diagnosis is not None and _is_unknown(outcome):
+        rows += [("before", f"step {known.reading.step:,} had a known cause:"), *diagnosis_rows(known.diagnosis)]
+    if outcome.bundle:
+        rows.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
     told = "".join(f"  {name:<9} {row}\n" for name, row in rows)
     position = "" if reading.batch is None else f" ({_position(reading)})"
     return (
         f"{_noun(outcome)} at step {reading.step:,}{position}{ranks}: {_found(outcome)}.\n{told}"
-        f"Halted, since no rung of the ladder was left: {tried}.\n{kept}\n{then}"
+        f"Halted, since {why}.\n{kept}\n{then}"
     )
 
 
@@ -109,6 +123,10 @@ def _untouched(outcome: Outcome) -> str:
     if outcome.verdict.means.holds_schedule:
         return "weights, optimizer state, buffers and schedule, exactly as before this step"
     return "weights, optimizer state and buffers, exactly as before this step"
+
+
+def _is_unknown(outcome: Outcome) -> bool:
+    return outcome.diagnosis is None or outcome.diagnosis.cause == "unknown"
 
 
 def _headline(outcome: Outcome) -> str:
