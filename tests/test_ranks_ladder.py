@@ -269,6 +269,16 @@ def test_both_ranks_climb_the_whole_ladder_alike_and_rank_0_writes_it_down(ranks
     assert_same_either_way(ranks(pair["eager"]), ranks(pair["late"]))
 
 
+@both_ways(pairs("makes_no_progress"))
+def test_without_progress_both_ranks_halt_at_the_same_step(ranks: Ranks, pair: dict[str, Case]) -> None:
+    for one in pair.values():
+        results = ranks(one)
+        assert_alike(results)
+        assert all("none of the 12 steps before it was applied" in result["raised"] for result in results)
+        assert responses(results[0]) == ["skip"] * 12 + ["halt"]
+    assert_same_either_way(ranks(pair["eager"]), ranks(pair["late"]))
+
+
 # ---- snapshots on disk ---------------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ class TestTrap1ClipGradNorm:
 class TestTrap2LossScale:
     def test_a_run_of_overflows_stops_at_the_floor_and_the_next_clean_batch_is_sound(self) -> None:
         model, opt = build(ALL["SGD momentum"])
-        policy = nanguard.Policy([nanguard.Skip(1000)])
+        policy = nanguard.Policy([nanguard.Skip(1000)], max_consecutive_skips=None)
         scale = nanguard.LossScale(initial=1024.0, floor=1.0)
         guard = nanguard.Guard(model, opt, precision="fp16", policy=policy, loss_scale=scale)
         clean, bad = make_batches(2), poisoned(make_batches(1), 0)
