@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are all here, and names of hosts may lead elsewhere
+
+# Compiled kernels are kept between runs, but never shared between instruction sets: torch loads what it finds.
+_KERNELS = f"nanguard-inductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KERNELS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
