@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,20 +30,6 @@ class TinyNet(nn.Module):
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-@functools.cache
-def has_bf16_lstm() -> bool:
-    """Whether this CPU can run an LSTM in bf16: oneDNN has no kernel for it without AVX-512."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            nn.LSTM(4, 16, batch_first=True)(torch.zeros(4, 6, 4))
-    except RuntimeError:
-        return False
-    return True
-
-
-NO_BF16_LSTM = "this CPU has no bf16 LSTM kernel"
 
 
 def own_step(guard: Any, batch: Any) -> None:

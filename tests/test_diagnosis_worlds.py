@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nanguard
-from helpers import NAN, NO_BF16_LSTM, differences, everything, has_bf16_lstm, own_step, poisoned
+from cpu import NO_BF16_LSTM, has_bf16_lstm
+from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
 from nanguard.diagnosis.record import Diagnosis

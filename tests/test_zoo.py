@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import NO_BF16_LSTM, has_bf16_lstm
+from cpu import NO_BF16_LSTM, has_bf16_lstm
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPEN, OWN = sorted((BENCHMARKS / "zoo" / "cases").glob("*.py")), sorted((BENCHMARKS / "zoo" / "own").glob("*.py"))
