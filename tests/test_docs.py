@@ -78,7 +78,7 @@ def _text(page: str) -> str:
         ("docs/runlog.md", f"`schema` ({runlog.SCHEMA})"),
         ("docs/runlog.md", f"The first {runlog.EVERY_STEP_UNTIL:,} steps are all there"),
         ("docs/runlog.md", f"the {runlog.AROUND} steps before and after each of the first {runlog._MOST_SURROUNDED} "),
-        ("docs/incidents.md", f"The first {bundle.MOST} bundles of a run hold data"),
+        ("docs/incidents.md", f"A run keeps {bundle.MOST} bundles"),
         ("docs/run.md", f"are in `{PARENT}/SCRIPT`"),
         ("docs/getting-started.md", f"otherwise `{PARENT}/`"),
         ("README.md", f"nanguard explain {PARENT}/train"),

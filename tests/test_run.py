@@ -297,7 +297,7 @@ def test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so(ending: 
     assert ended.stdout == ""
     (last,) = [line for line in ended.stderr.splitlines() if line.startswith("nanguard: 106 steps")]
     assert last.startswith("nanguard: 106 steps, 101 not applied, halted")
-    kept = list((tmp_path / "runs" / "train" / "incidents").iterdir())
+    kept = list((tmp_path / "nanguard-runs" / "train" / "incidents").iterdir())
     assert 10 <= len(kept) <= 20
     assert f"{101 - len(kept)} of 101 incidents not kept on disk" in last
     lines = [f"    {line}" for line in textwrap.dedent(NEVER_AGAIN).strip().splitlines()]
