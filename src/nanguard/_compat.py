@@ -174,7 +174,6 @@ def recorders() -> list[tuple[Any, str]]:
     return [(owner, name) for owner, name in places if hasattr(owner, name)]
 
 
-_is_exporting: Any = getattr(torch.compiler, "is_exporting", None)
 _KINDS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _RECORDING_MODES = () if _KINDS is None else (_KINDS.FAKE, _KINDS.PROXY, _KINDS.FUNCTIONAL)
 
@@ -202,7 +201,8 @@ def is_recording() -> bool:
 def is_exporting() -> bool:
     """As ``is_recording``, but not for ``torch.compile``: the record leaves this program."""
     if torch.compiler.is_compiling():
-        return _is_exporting is not None and bool(_is_exporting())
+        # Not by torch.compiler.is_exporting(): up to torch 2.11 it is True in whatever torch.compile traces.
+        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
     return is_recording()
 
 
