@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanguard
-from nanguard.runlog import EVERY_STEP_UNTIL, RunLog
+from nanguard.runlog.writer import EVERY_STEP_UNTIL, RunLog
 
 METHOD = (
     "One thread, fp32, fused AdamW, sync='eager', snapshots=None, diagnose='off'. Ratio of the processor's time for a "

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/snapshot.py            # three and a half minutes on an H200
     PYTHONPATH=src python benchmarks/snapshot.py --quick    # minute sizes, to try the script itself
 
-The copier alone is measured (`nanguard.snapshot.copies`), with `fence()` before every `optimizer.step()`. Training is
+The copier alone is measured (`nanguard.state.snapshots.copies`), with `fence()` before every `optimizer.step()`. Training is
 timed in blocks of a few steps, with and without one copy in them, interleaved: plain, copy, plain, copy, ..., plain.
 What a copy adds is its block's time less the mean of the plain blocks before and after; numbers are medians over rounds
 with the 10th and 90th percentile. A block ends when training has caught up, not when the copy has arrived. A copy is
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from models import _SMOKE, _TINY, GPTConfig, Workload, loss_fn
-from nanguard.snapshot import bulk, memory
-from nanguard.snapshot.copies import Copier, Copies
+from nanguard.state.snapshots import bulk, memory
+from nanguard.state.snapshots.copies import Copier, Copies
 from overhead import driver_version, say, spread, write
 
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import nanguard
-from nanguard.diagnosis.record import Diagnosis
+from nanguard.records.diagnosis import Diagnosis
 
 ZOO = Path(__file__).parent / "zoo"
 

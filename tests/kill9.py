@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanguard.snapshot.disk import DiskStore
+from nanguard.state.snapshots.disk import DiskStore
 
 KEEP = 2
 
@@ -42,10 +42,10 @@ def write_for_ever(folder: Path, pipe: int) -> None:
     if store.newest() is not None:
         stored = store.load()
         step, turn = stored.step, stored.facts["turn"]
-    dice = random.Random(1000 * step + turn)
+    rng_reader = random.Random(1000 * step + turn)
     os.write(pipe, b"ready\n")
     while True:
-        step, turn = (step, turn + 1) if step >= 0 and dice.random() < 0.3 else (step + 1, 0)
+        step, turn = (step, turn + 1) if step >= 0 and rng_reader.random() < 0.3 else (step + 1, 0)
         began = time.monotonic()
         store.write(step, *contents(step, turn))
         store.confirm(step)
@@ -85,7 +85,7 @@ class Warned(logging.Handler):
 
 
 def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    dice = random.Random(seed)
+    rng_reader = random.Random(seed)
     phases: Counter[str] = Counter()
     troubles: list[str] = []
     warned = Warned()
@@ -105,7 +105,7 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         pipe = os.fdopen(reader)
         if not select.select([pipe], [], [], 120)[0]:  # a forked process may wait for a lock for ever
             troubles.append(f"kill {number}: the child never began")
-        time.sleep(dice.uniform(0, 3 * cycle_s))
+        time.sleep(rng_reader.uniform(0, 3 * cycle_s))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanguard
-from nanguard.diagnosis.record import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
-from nanguard.incident.bundle import Bundles
-from nanguard.records import Action, Flags, Outcome, Reading, Verdict
-from nanguard.rng import Dice
-from nanguard.runlog import plain
-from nanguard.window import Microbatch, Window
+from nanguard.incidents.bundle import Bundles
+from nanguard.records.diagnosis import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
+from nanguard.records.steps import Action, Flags, Outcome, Reading, Verdict
+from nanguard.runlog.writer import plain
+from nanguard.state.rng import RngReader
+from nanguard.step.pending import Microbatch, PendingStep
 
 
 class Attention(nn.Module):
@@ -186,8 +186,8 @@ def hostile_run(folder: Path, text: str) -> Path:
         dropped_gradients=(text,),
     )
     told = outcome(3, diagnosis=diagnosis, reading=reading, did=text, passed=(f"skip: {text}", text))
-    window = Window(3, 1, 3, True, 1)
-    window.microbatches = [Microbatch(loss_fn, {text: torch.ones(2)}, Dice(torch.device("cpu")).now(), True)]
+    window = PendingStep(3, 1, 3, True, 1)
+    window.microbatches = [Microbatch(loss_fn, {text: torch.ones(2)}, RngReader(torch.device("cpu")).now(), True)]
     bundles = Bundles(folder, "batch", precision=text)
     path = bundles.keep(1, outcome=told, window=window, history=(), model=nn.Linear(1, 1), kept_fp32=(text,))
     assert path is not None

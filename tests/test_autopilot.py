@@ -27,10 +27,10 @@ from typer.testing import CliRunner
 import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned, same
 from nanguard import Halt, Policy, Rollback, Skip
-from nanguard.autopilot.pilot import Pilot
-from nanguard.backup import Backup
 from nanguard.cli import app
+from nanguard.hosted.step import HostedStep
 from nanguard.report.page import make_report
+from nanguard.state.backup import Backup
 from optimizers import ALL, FUSED, NOT_FUSED
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -735,12 +735,12 @@ def test_names_are_read_in_the_line_that_makes_the_optimizer(way: str) -> None:
         opt = getattr(coders, way)()
         (coders.decoder(coders.encoder(torch.full((2, 6), NAN))) * coders.scale).sum().backward()
         opt.step()
-        (pilot,) = autopilot._tower.pilots
+        (hosted,) = autopilot._monitor.hosted_steps
     (incident,) = autopilot.incidents
     prefix = "net." if way == "parts" else ""
     expected = {f"{prefix}encoder.weight", f"{prefix}decoder.weight", "scale"}
     assert expected <= set(incident.reading.gradients)
-    assert pilot.name == "opt"
+    assert hosted.name == "opt"
 
 
 def test_a_name_that_may_be_wrong_is_not_given() -> None:
@@ -1218,7 +1218,7 @@ def test_a_fault_of_our_own_is_said_and_stops_nothing(
         raise RuntimeError("a bug in the guard")
 
     plain = program(ALL["AdamW foreach"], make_batches(4))
-    monkeypatch.setattr(Pilot, "_fill", fails)
+    monkeypatch.setattr(HostedStep, "_fill", fails)
     with nanguard.install():
         assert differences(plain, program(ALL["AdamW foreach"], make_batches(4))) == []
     assert "nanguard failed at a step of AdamW, which is not guarded from now on" in caplog.text

@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 
 import nanguard
 from helpers import INF, NAN
-from nanguard.diagnosis import births, causes, strangers
-from nanguard.diagnosis.record import Cause, Diagnosis
+from nanguard.diagnosis import causes
+from nanguard.diagnosis import op_faults as births
+from nanguard.diagnosis import state_faults as strangers
+from nanguard.records.diagnosis import Cause, Diagnosis
 
 # ---- how programs run ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import nanguard
 from cli_page import PAGE, arguments, commands, examples, exit_statuses, options, page
 from nanguard.cli import app
-from nanguard.policy import recipe_names
+from nanguard.policy.policy import recipe_names
 
 SOURCE = Path(nanguard.__file__).parents[1]
 NAMES = sorted(commands())

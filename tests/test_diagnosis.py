@@ -27,10 +27,10 @@ import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, loss_fn, make_batches, poisoned
 from nanguard import Guard, Halt, Policy, ProtocolError, Skip, Snapshots
 from nanguard.diagnosis import search
-from nanguard.diagnosis.doctor import Doctor
-from nanguard.diagnosis.record import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
+from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.replay import Replay
-from nanguard.runlog import plain
+from nanguard.records.diagnosis import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
+from nanguard.runlog.writer import plain
 from optimizers import ALL
 
 LINES = Path(__file__).read_text().splitlines()
@@ -294,9 +294,9 @@ def test_the_loss_scale_and_precision_stay_as_they_are() -> None:
     states = []
     for diagnose in ("full", "off"):
         _, guard = guarded_run(diagnose, "eager", "fp16", "own loop", nanguard.LossScale(initial=1024.0))
-        bench = guard._bench
-        assert bench.precision.dtype is torch.float16
-        states.append(bench.scaler.state_dict())
+        parts = guard._parts
+        assert parts.precision.dtype is torch.float16
+        states.append(parts.scaler.state_dict())
     assert states[0] == states[1]
 
 
@@ -528,7 +528,7 @@ def test_listening_keeps_nobody_from_copying_or_saving_the_model() -> None:
     for again in (copy.deepcopy(guard.model), torch.load(saved, weights_only=False)):
         again(with_zero())
         assert list(again.state_dict()) == list(guard.model.state_dict())
-    assert guard._bench.window is None
+    assert guard._parts.window is None
     own(guard, with_zero())
     assert the(guard).capture == "module"
     assert len(guard.model._forward_hooks) == 1, "one pair of hooks, however many steps"
@@ -605,7 +605,7 @@ def test_a_fault_in_the_diagnosis_never_stops_a_run(
     def fails(*_: Any, **__: Any) -> Any:
         raise LookupError("in the diagnosis itself")
 
-    monkeypatch.setattr(Doctor, "examine", fails)
+    monkeypatch.setattr(Examiner, "examine", fails)
     caplog.set_level(logging.INFO, logger="nanguard")
     guard = fragile(sync=sync)
     for x in (with_zero() + 1, with_zero(), with_zero() + 1):
@@ -792,7 +792,7 @@ def test_trials_keep_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(diagnosis.tried) == len(replays) + len(budgets)
 
     replays.clear()
-    monkeypatch.setattr("nanguard.diagnosis.doctor._BUDGET", 3.0)
+    monkeypatch.setattr("nanguard.diagnosis.examiner._BUDGET", 3.0)
     diagnosis = nanguard.diagnose(
         Chain(*[1e6] * 60), lambda m, x: m(x).square().sum(), torch.rand(64, 6) + 1, precision="fp16"
     )

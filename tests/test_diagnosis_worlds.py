@@ -20,7 +20,7 @@ from cpu import NO_BF16_LSTM, has_bf16_lstm
 from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
-from nanguard.diagnosis.record import Diagnosis
+from nanguard.records.diagnosis import Diagnosis
 
 LINES = Path(__file__).read_text().splitlines()
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, AdamW
 import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned
 from nanguard import Guard
-from nanguard.undo import Undo
+from nanguard.state.undo import Undo
 
 Batches = list[tuple[Tensor, Tensor]]
 FUSED = {"eager": False, "late": True}

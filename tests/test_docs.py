@@ -12,23 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanguard
-from nanguard import (
-    Divergence,
-    DropBadGradients,
-    LossScale,
-    LowerLR,
-    Policy,
-    RaisePrecision,
-    Rollback,
-    Skip,
-    Snapshots,
-    bench,
-    rng,
-    runlog,
-    undo,
-)
+from nanguard import Divergence, DropBadGradients, LossScale, LowerLR, Policy, RaisePrecision, Rollback, Skip, Snapshots
 from nanguard.cli.run import PARENT
-from nanguard.incident import bundle
+from nanguard.incidents import bundle
+from nanguard.runlog import writer as runlog
+from nanguard.state import rng, undo
+from nanguard.step import parts as parts
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -72,7 +61,7 @@ def _text(page: str) -> str:
     ("page", "claim"),
     [
         ("docs/guide.md", f"Buffers of {undo._LARGE:,} elements and more"),
-        ("docs/guide.md", f"for {bench._CAREFUL_STEPS:,} steps, every update is looked at"),
+        ("docs/guide.md", f"for {parts._CAREFUL_STEPS:,} steps, every update is looked at"),
         ("docs/guide.md", f"the first {rng._FIRST} steps and every {rng._EVERY}th are looked at"),
         ("docs/guide.md", f"max_norm={Policy().max_norm}) # each parameter group on its own (the default)"),
         ("docs/runlog.md", f"`schema` ({runlog.SCHEMA})"),

@@ -31,15 +31,16 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import nanguard
 from helpers import NAN, TinyNet, loss_fn, make_batches, poisoned
 from nanguard.errors import NanguardError
-from nanguard.incident import bundle as writing
-from nanguard.incident import explain, files
-from nanguard.incident.bundle import Bundles, folders
-from nanguard.incident.files import INCIDENT, TENSORS
-from nanguard.incident.reader import Bundle, BundleError, load
-from nanguard.incident.trees import Fields, Lost, flatten, restore
-from nanguard.records import Action, Outcome, Reading, Verdict
-from nanguard.rng import Dice
-from nanguard.window import Microbatch, Window
+from nanguard.incidents import bundle as writing
+from nanguard.incidents import files
+from nanguard.incidents.bundle import Bundles, folders
+from nanguard.incidents.files import INCIDENT, TENSORS
+from nanguard.incidents.reader import Bundle, BundleError, load
+from nanguard.incidents.trees import Fields, Lost, flatten, restore
+from nanguard.records.steps import Action, Outcome, Reading, Verdict
+from nanguard.replay import explain
+from nanguard.state.rng import RngReader
+from nanguard.step.pending import Microbatch, PendingStep
 from test_snapshot_disk import DTYPES, containers, identical, scalars
 
 CPU = torch.device("cpu")
@@ -52,11 +53,11 @@ def made_by(diagnosis: nanguard.Diagnosis | None = None, **fields: Any) -> Outco
     return Outcome(verdict=verdict, action=action, applied=False, did="", diagnosis=diagnosis)
 
 
-def step_on(*batches: Any, model: nn.Module | None = None, divisor: int = 0) -> Window:
+def step_on(*batches: Any, model: nn.Module | None = None, divisor: int = 0) -> PendingStep:
     """A step as the guard notes it."""
-    window = Window(7, 2, 5, True, divisor or len(batches) or 1)
-    dice = Dice(CPU)
-    window.microbatches = [Microbatch(loss_fn, batch, dice.now(), True) for batch in batches]
+    window = PendingStep(7, 2, 5, True, divisor or len(batches) or 1)
+    rng_reader = RngReader(CPU)
+    window.microbatches = [Microbatch(loss_fn, batch, rng_reader.now(), True) for batch in batches]
     window.training = [] if model is None else [(module, module.training) for module in model.modules()]
     return window
 
@@ -139,7 +140,7 @@ def test_a_step_that_was_not_examined_and_one_without_a_window_are_kept_too(tmp_
 
 
 def test_a_loop_of_the_users_own_is_kept_with_what_was_seen(tmp_path: Path) -> None:
-    window = Window(7, 2, 5, False, 1, last_seen={"x": torch.arange(3)})
+    window = PendingStep(7, 2, 5, False, 1, last_seen={"x": torch.arange(3)})
     path = Bundles(tmp_path, "batch").keep(1, outcome=made_by(), window=window, history=(), model=nn.Linear(2, 2))
     assert path is not None
     bundle = load(path)
@@ -781,30 +782,30 @@ def test_missing_files_are_said(broken: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [TENSORS, INCIDENT])
 def test_truncated_files_are_refused(broken: Path, name: str) -> None:
     size = (broken / name).stat().st_size
-    dice = random.Random(0)
+    rng_reader = random.Random(0)
     whole = (broken / name).read_bytes()
-    for length in {0, 1, 8, size // 2, size - 1, *(dice.randrange(size) for _ in range(20))}:
+    for length in {0, 1, 8, size // 2, size - 1, *(rng_reader.randrange(size) for _ in range(20))}:
         (broken / name).write_bytes(whole[:length])
         refused(broken)
 
 
 def test_one_flipped_bit_in_the_tensors_is_seen(broken: Path) -> None:
     whole = (broken / TENSORS).read_bytes()
-    dice = random.Random(1)
-    for place in [0, 9, len(whole) - 1, *(dice.randrange(len(whole)) for _ in range(30))]:
+    rng_reader = random.Random(1)
+    for place in [0, 9, len(whole) - 1, *(rng_reader.randrange(len(whole)) for _ in range(30))]:
         raw = bytearray(whole)
-        raw[place] ^= 1 << dice.randrange(8)
+        raw[place] ^= 1 << rng_reader.randrange(8)
         (broken / TENSORS).write_bytes(raw)
         assert "checksum differs" in refused(broken)
 
 
 def test_random_bytes_in_the_json_are_read_or_refused(broken: Path) -> None:
     whole = (broken / INCIDENT).read_bytes()
-    dice = random.Random(2)
+    rng_reader = random.Random(2)
     for _ in range(150):
         raw = bytearray(whole)
-        for _ in range(dice.choice([1, 3, 30])):
-            raw[dice.randrange(len(raw))] = dice.randrange(256)
+        for _ in range(rng_reader.choice([1, 3, 30])):
+            raw[rng_reader.randrange(len(raw))] = rng_reader.randrange(256)
         (broken / INCIDENT).write_bytes(raw)
         try:
             read_everything(broken)

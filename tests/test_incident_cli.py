@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 import nanguard
 from nanguard.cli import app
-from nanguard.incident.bundle import Bundles
-from nanguard.incident.entry import build
-from nanguard.incident.files import INCIDENT, TENSORS
-from nanguard.incident.reader import load
-from nanguard.records import Action, Outcome, Reading, Verdict
-from nanguard.rng import Dice
-from nanguard.window import Microbatch, Window
+from nanguard.incidents.bundle import Bundles
+from nanguard.incidents.files import INCIDENT, TENSORS
+from nanguard.incidents.reader import load
+from nanguard.records.steps import Action, Outcome, Reading, Verdict
+from nanguard.replay.entry import build
+from nanguard.state.rng import RngReader
+from nanguard.step.pending import Microbatch, PendingStep
 
 PROGRAM = '''
 import torch
@@ -214,11 +214,11 @@ def fail(
         with torch.no_grad():
             made.model.weight.fill_(options["weight"])
     batches = options.get("batches") or [sys.modules[program.stem].batches()[2]]
-    dice = Dice(torch.device("cpu"))
-    window = Window(2, 1, 2, True, len(batches))
+    rng_reader = RngReader(torch.device("cpu"))
+    window = PendingStep(2, 1, 2, True, len(batches))
     if "seed" in options:
         torch.manual_seed(options["seed"])
-    window.microbatches = [Microbatch(made.loss_fn, batch, dice.now(), True) for batch in batches]
+    window.microbatches = [Microbatch(made.loss_fn, batch, rng_reader.now(), True) for batch in batches]
     window.training = [(module, module.training) for module in made.model.modules()]
     window.microbatches[0].rng.restore(torch.device("cpu"))  # type: ignore[union-attr]
     precision, scale = options.get("precision", "fp32"), options.get("scale")
@@ -372,14 +372,14 @@ def test_nothing_in_a_file_steers_the_terminal(program: Path) -> None:
 
 def test_damaged_files_never_bring_it_down(program: Path) -> None:
     path = fail(program)
-    dice = random.Random(0)
+    rng_reader = random.Random(0)
     for name in (INCIDENT, TENSORS):
         whole = (path / name).read_bytes()
         for _ in range(40):
             raw = bytearray(whole)
-            for _ in range(dice.choice([1, 20])):
-                raw[dice.randrange(len(raw))] = dice.randrange(256)
-            (path / name).write_bytes(raw if dice.random() < 0.7 else whole[: dice.randrange(len(whole))])
+            for _ in range(rng_reader.choice([1, 20])):
+                raw[rng_reader.randrange(len(raw))] = rng_reader.randrange(256)
+            (path / name).write_bytes(raw if rng_reader.random() < 0.7 else whole[: rng_reader.randrange(len(whole))])
             assert run("explain", path).exit_code in (0, 2)
             assert run("explain", path, "--json").exit_code in (0, 2)
             assert run("replay", path, "--entry", f"{program}:build").exit_code in (0, 1, 2)
@@ -590,7 +590,7 @@ def test_modes_are_those_of_the_step(program: Path) -> None:
     document = json.loads((path / INCIDENT).read_text())
     document["eval_modules"] = ["drop"]
     (path / INCIDENT).write_text(json.dumps(document))
-    from nanguard.incident import rerun
+    from nanguard.replay import rerun
 
     stage = rerun.prepare(load(path), build(f"{program}:build", 0))
     assert [n for n, m in stage.program.model.named_modules() if not m.training] == ["drop"]

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from helpers import TinyNet, same
-from nanguard.islands import Islands
+from nanguard.state.islands import Islands
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step
 from nanguard import Guard, Snapshots
-from nanguard.snapshot.copies import Copier
+from nanguard.state.snapshots.copies import Copier
 from optimizers import ALL
 
 RING = Snapshots(every=10, keep=2)
@@ -204,7 +204,7 @@ def test_fewer_snapshots_are_kept_where_memory_is_short(
     each = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     each += 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     assert probe.snapshots == ()
-    monkeypatch.setattr("nanguard.snapshot.memory.free_bytes", lambda *_, **__: 4 * 2 * each)
+    monkeypatch.setattr("nanguard.state.snapshots.memory.free_bytes", lambda *_, **__: 4 * 2 * each)
     caplog.set_level("INFO", logger="nanguard")
     guard = Guard(model, opt, precision="fp32", snapshots=Snapshots(every=10, keep=3))
     for batch in make_batches(60):

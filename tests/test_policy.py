@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanguard import Divergence, DropBadGradients, Halt, LowerLR, Policy, RaisePrecision, Rollback, Skip
-from nanguard.divergence import Trend
-from nanguard.policy import recipe_names
-from nanguard.records import Means, Outcome, Progress, Reading, Verdict
+from nanguard.policy.divergence import Trend
+from nanguard.policy.policy import recipe_names
+from nanguard.records.steps import Means, Outcome, Progress, Reading, Verdict
 
 ALL_MEANS = Means(lower_precision=True, can_run_again=True, snapshots=(1, 51))
 LADDER = (

@@ -28,21 +28,21 @@ DEADLY = (
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("numpy")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import divergences
     import recovery
     import rivals
 
-    class Bench:
+    class StepParts:
         SCENARIOS, Plain, measure, main = divergences.SCENARIOS, rivals.Plain, recovery.measure, recovery.main
 
         @staticmethod
         def build(name: str = "noisy", *, steps: int = 20, faulty: bool = True) -> Any:
             return divergences.SCENARIOS[name].build(0, steps, faulty)
 
-    return Bench
+    return StepParts
 
 
 def saved(run: Any) -> Any:
@@ -54,26 +54,26 @@ def restore(run: Any, states: Any) -> None:
         each.load_state_dict(state)
 
 
-def test_a_plain_run_loses_nothing_and_changes_nothing(bench: Any) -> None:
-    result = bench.measure(bench.build(), bench.Plain)
+def test_a_plain_run_loses_nothing_and_changes_nothing(parts: Any) -> None:
+    result = parts.measure(parts.build(), parts.Plain)
     assert (result["finished"], result["lost"], result["recomputed"], result["interventions"]) == (True, 0, 0, {})
 
 
-def test_a_batch_left_out_is_lost(bench: Any) -> None:
-    class Skips(bench.Plain):
+def test_a_batch_left_out_is_lost(parts: Any) -> None:
+    class Skips(parts.Plain):
         def update(self, loss: Any) -> None:
             if self.watch.batch in (5, 6):
                 self.clear()
             else:
                 super().update(loss)
 
-    result = bench.measure(bench.build(), Skips)
+    result = parts.measure(parts.build(), Skips)
     assert (result["lost"], result["recomputed"], result["interventions"]) == (2, 0, {"skipped": 2})
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_what_is_undone_is_lost_unless_it_is_made_again(bench: Any, replays: bool) -> None:
-    class RollsBack(bench.Plain):
+def test_what_is_undone_is_lost_unless_it_is_made_again(parts: Any, replays: bool) -> None:
+    class RollsBack(parts.Plain):
         def train(self) -> None:
             batches = self.run.batches
             self.run.batches = batches[:10]
@@ -86,25 +86,25 @@ def test_what_is_undone_is_lost_unless_it_is_made_again(bench: Any, replays: boo
             super().train()
             self.run.batches = batches
 
-    result = bench.measure(bench.build(), RollsBack)
+    result = parts.measure(parts.build(), RollsBack)
     assert result["interventions"] == {"rolled back": 1}
     assert (result["lost"], result["recomputed"]) == ((0, 5) if replays else (5, 0))
 
 
-def test_edited_weights_keep_the_history_of_the_nearest_known_ones(bench: Any) -> None:
-    class Perturbs(bench.Plain):
+def test_edited_weights_keep_the_history_of_the_nearest_known_ones(parts: Any) -> None:
+    class Perturbs(parts.Plain):
         def update(self, loss: Any) -> None:
             super().update(loss)
             if self.watch.batch == 10:
                 with torch.no_grad():
                     next(self.run.model.parameters())[0, 0].add_(1e-3)
 
-    result = bench.measure(bench.build(), Perturbs)
+    result = parts.measure(parts.build(), Perturbs)
     assert (result["lost"], result["interventions"]) == (0, {"edited": 1})
 
 
-def test_changes_of_learning_rate_and_precision_are_seen(bench: Any) -> None:
-    class Changes(bench.Plain):
+def test_changes_of_learning_rate_and_precision_are_seen(parts: Any) -> None:
+    class Changes(parts.Plain):
         def update(self, loss: Any) -> None:
             if self.watch.batch == 7:
                 self.run.precision = "fp32"
@@ -112,31 +112,31 @@ def test_changes_of_learning_rate_and_precision_are_seen(bench: Any) -> None:
                     scheduler.base_lrs = [lr / 2 for lr in scheduler.base_lrs]
             super().update(loss)
 
-    assert bench.measure(bench.build(), Changes)["interventions"] == {"learning rate": 1, "precision": 1}
+    assert parts.measure(parts.build(), Changes)["interventions"] == {"learning rate": 1, "precision": 1}
 
 
-def test_half_an_update_of_two_optimizers_is_a_lost_batch(bench: Any) -> None:
-    class Half(bench.Plain):
+def test_half_an_update_of_two_optimizers_is_a_lost_batch(parts: Any) -> None:
+    class Half(parts.Plain):
         def update(self, loss: Any) -> None:
             self.clip()
             for optimizer in self.run.optimizers[: 1 if self.watch.batch == 4 else 2]:
                 optimizer.step()
             self.tick()
 
-    result = bench.measure(bench.build("gan", faulty=False), Half)
+    result = parts.measure(parts.build("gan", faulty=False), Half)
     assert (result["lost"], result["interventions"]) == (1, {"skipped": 1})
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_a_plain_loop_does_not_survive_and_its_clean_twin_does(bench: Any, name: str) -> None:
+def test_a_plain_loop_does_not_survive_and_its_clean_twin_does(parts: Any, name: str) -> None:
     steps = 80
-    assert bench.measure(bench.build(name, steps=steps, faulty=False), bench.Plain)["finished"]
-    assert not bench.measure(bench.build(name, steps=steps), bench.Plain)["finished"]
+    assert parts.measure(parts.build(name, steps=steps, faulty=False), parts.Plain)["finished"]
+    assert not parts.measure(parts.build(name, steps=steps), parts.Plain)["finished"]
 
 
-def test_the_script_writes_its_tables(bench: Any, tmp_path: Path) -> None:
+def test_the_script_writes_its_tables(parts: Any, tmp_path: Path) -> None:
     wanted = ["--only", "poisoned_batch,noisy", "--contenders", "nanguard,plain,isfinite,arc,stabilityguard"]
-    assert bench.main([*wanted, "--quick", "--out", str(tmp_path)]) == 0
+    assert parts.main([*wanted, "--quick", "--out", str(tmp_path)]) == 0
     (data,) = tmp_path.glob("recovery-*-quick-*.json")
     result = json.loads(data.read_text())
     row = result["table"]["poisoned_batch"]

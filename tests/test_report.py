@@ -26,12 +26,12 @@ from typer.testing import CliRunner
 import nanguard
 from nanguard.cli import app
 from nanguard.errors import ReportError, RunLogError
-from nanguard.records import Outcome
+from nanguard.records.markup import Markup, embedded, tag
+from nanguard.records.steps import Outcome
 from nanguard.report import page
 from nanguard.report.html import story as storied
 from nanguard.report.html.excerpt import excerpt
 from nanguard.report.html.kinds import KINDS, marks_of
-from nanguard.report.html.markup import Markup, embedded, tag
 from nanguard.report.html.prose import as_dict, figures, percent, plain_summary
 from nanguard.report.html.series import packed
 from nanguard.report.page import make_report, write_report
@@ -362,7 +362,7 @@ def test_all_kinds_of_events_are_marked(tmp_path: Path) -> None:
 
 
 def test_lines_are_shown_as_they_were_or_not_at_all(tmp_path: Path) -> None:
-    from nanguard.diagnosis.record import Source
+    from nanguard.records.diagnosis import Source
 
     file = tmp_path / "model.py"
     file.write_text("a = 1\nb = 2\nc = a / b\nd = 4\n")

@@ -254,7 +254,7 @@ def main(folder, kill_at):
         for batch in guard.epoch(loader):
             guard.step(loss_fn, batch)
             if guard.current_step == kill_at:
-                guard._steps.keeper.close()
+                guard._steps.ring.close()
                 os._exit(9)
     guard.close()
     torch.save(states(guard, ema, schedule), folder + "/end.pt")
@@ -313,7 +313,7 @@ def test_a_torn_snapshot_is_passed_over_and_said(tmp_path: Path, caplog: pytest.
 
 def test_what_would_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = build(ALL["fused AdamW"])
-    monkeypatch.setattr("nanguard.snapshot.memory.free_bytes", lambda *_, **__: 1_000)
+    monkeypatch.setattr("nanguard.state.snapshots.memory.free_bytes", lambda *_, **__: 1_000)
     with pytest.raises(ValueError, match="free"):
         Guard(model, opt, snapshots=Snapshots(where="host"))
 
@@ -322,7 +322,7 @@ def test_where_memory_is_short_none_are_taken_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, opt = build(ALL["fused AdamW"])
-    monkeypatch.setattr("nanguard.snapshot.memory.free_bytes", lambda *_, **__: 1_000)
+    monkeypatch.setattr("nanguard.state.snapshots.memory.free_bytes", lambda *_, **__: 1_000)
     guard = Guard(model, opt, precision="fp32")
     for batch in make_batches(20):
         guard.step(loss_fn, batch)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import nanguard
 from launching import needs_gloo
-from nanguard.autopilot.handshake import agree
+from nanguard.hosted.handshake import agree
 
 PYTHON = [sys.executable]
 NANGUARD = [sys.executable, "-m", "nanguard", "run"]

@@ -26,7 +26,7 @@ from nanguard import (
     Skip,
     Snapshots,
 )
-from nanguard.report.panel import headline, rows
+from nanguard.records.panel import headline, rows
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 

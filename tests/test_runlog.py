@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import nanguard
 from helpers import build, loss_fn, make_batches, own_step, poisoned
-from nanguard import runlog
 from nanguard.autopilot import entry
-from nanguard.autopilot.settings import Settings
-from nanguard.runlog import AROUND, EVERY_STEP_UNTIL, RunFolder, RunLog, stride
-from nanguard.schedule import Schedule
+from nanguard.hosted.settings import Settings
+from nanguard.runlog import writer as runlog
+from nanguard.runlog.writer import AROUND, EVERY_STEP_UNTIL, RunFolder, RunLog, stride
+from nanguard.state.schedule import Schedule
 from optimizers import ALL
 
 
@@ -56,7 +56,7 @@ def steps_in(path: Path) -> list[int]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still; its one element is the time."""
     now = [1000.0]
-    monkeypatch.setattr("nanguard.runlog.time.time", lambda: now[0])
+    monkeypatch.setattr("nanguard.runlog.writer.time.time", lambda: now[0])
     return now
 
 
@@ -196,7 +196,7 @@ class TestWriting:
     def test_a_disk_that_fills_up_leaves_a_log_that_reads(self, tmp_path: Path) -> None:
         """A limit on the size of files cuts a line in two, as a full disk does."""
         code = (
-            "import resource, signal, sys; from nanguard.runlog import RunLog\n"
+            "import resource, signal, sys; from nanguard.runlog.writer import RunLog\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
             "log = RunLog(sys.argv[1]); log.write('run', schema=2)\n"
@@ -236,7 +236,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 WRITES = """
 import os, sys
-from nanguard.runlog import RunLog
+from nanguard.runlog.writer import RunLog
 log = RunLog(sys.argv[1])
 def write(*steps):
     for step in steps:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import nanguard
 from helpers import build, loss_fn, make_batches, poisoned
 from nanguard.errors import NanguardError, RunLogError
-from nanguard.runs import Run, Tape, read_run
+from nanguard.runlog.reader import Run, Tape, read_run
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -317,8 +317,8 @@ class TestDamage:
         assert troubles[-1] == "4,000 more lines could not be read"
 
     def test_an_endless_line_is_passed_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("nanguard.runs._LONGEST_LINE", 1000)
-        monkeypatch.setattr("nanguard.runs._CHUNK", 100)
+        monkeypatch.setattr("nanguard.runlog.reader._LONGEST_LINE", 1000)
+        monkeypatch.setattr("nanguard.runlog.reader._CHUNK", 100)
         written(tmp_path, RUN, "x" * 5000 + "\n", step_line(0))
         run = read_run(tmp_path)
         assert len(run.steps) == 1

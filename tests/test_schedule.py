@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
-from nanguard.schedule import Schedule
+from nanguard.state.schedule import Schedule
 
 SCHEDULERS: dict[str, Any] = {
     "LambdaLR": lambda o: s.LambdaLR(o, lambda step: 0.95**step),

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import nanguard
-from nanguard.diagnosis.record import Cause
-from nanguard.report.diagnosis import CAUSES
+from nanguard.records.diagnosis import Cause
+from nanguard.records.diagnosis_text import CAUSES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

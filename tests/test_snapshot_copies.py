@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from helpers import TinyNet, loss_fn, make_batches
 from nanguard.errors import ProtocolError
-from nanguard.snapshot import bulk, copies, memory, packing
-from nanguard.snapshot.copies import Copier, Copies, write_back
+from nanguard.state.snapshots import bulk, copies, memory, packing
+from nanguard.state.snapshots.copies import Copier, Copies, write_back
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nanguard.snapshot import codec, disk, files
-from nanguard.snapshot.disk import DiskStore
-from nanguard.snapshot.files import FACTS, TENSORS
+from nanguard.state.snapshots import codec, disk, files
+from nanguard.state.snapshots.disk import DiskStore
+from nanguard.state.snapshots.files import FACTS, TENSORS
 
 DTYPES = [
     torch.float64,
@@ -357,7 +357,7 @@ def test_what_holds_itself_is_an_error_and_no_crash() -> None:
 def test_numpy_is_not_needed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['numpy'] = None; sys.modules['safetensors'] = None\n"
-        "import torch; from nanguard.snapshot.disk import DiskStore\n"
+        "import torch; from nanguard.state.snapshots.disk import DiskStore\n"
         "store = DiskStore(sys.argv[1]); store.write(1, {'a': torch.ones(2)}, {'b': (1, torch.zeros(1))})\n"
         "store.confirm(1); print(store.load().facts['b'][0])\n"
         "try: store.write(2, {}, {'f': [print]})\n"
@@ -761,8 +761,8 @@ def damaged(folder: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptu
 def test_a_file_cut_short_is_seen(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     add(DiskStore(folder), 10, 20, 30)
     size = (folder / "step-000000030" / name).stat().st_size
-    dice = random.Random(0)
-    for length in {0, 1, 7, 8, 9, size // 2, size - 1, *(dice.randrange(size) for _ in range(40))}:
+    rng_reader = random.Random(0)
+    for length in {0, 1, 7, 8, 9, size // 2, size - 1, *(rng_reader.randrange(size) for _ in range(40))}:
         assert name in damaged(folder, lambda path, n=length: os.truncate(path / name, n), caplog)
 
 
@@ -770,12 +770,12 @@ def test_a_file_cut_short_is_seen(folder: Path, name: str, caplog: pytest.LogCap
 def test_one_flipped_bit_is_seen(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     add(DiskStore(folder), 10, 20, 30)
     size = (folder / "step-000000030" / name).stat().st_size
-    dice = random.Random(1)
-    for place in [*range(100), size - 1, *(dice.randrange(size) for _ in range(100))]:
+    rng_reader = random.Random(1)
+    for place in [*range(100), size - 1, *(rng_reader.randrange(size) for _ in range(100))]:
 
         def flip(path: Path, place: int = place) -> None:
             raw = bytearray((path / name).read_bytes())
-            raw[place] ^= 1 << dice.randrange(8)
+            raw[place] ^= 1 << rng_reader.randrange(8)
             (path / name).write_bytes(raw)
 
         damaged(folder, flip, caplog)
@@ -937,7 +937,7 @@ def test_opening_removes_nothing_of_one_who_lives(folder: Path) -> None:
 
 def test_a_living_process_is_known_by_its_lock(folder: Path) -> None:
     code = (
-        "import sys, torch; from nanguard.snapshot.disk import DiskStore; store = DiskStore(sys.argv[1]);"
+        "import sys, torch; from nanguard.state.snapshots.disk import DiskStore; store = DiskStore(sys.argv[1]);"
         "store.write(5, {'a': torch.ones(2)}, {}); print('ready', flush=True); sys.stdin.read()"
     )
     writer = subprocess.Popen(
@@ -957,7 +957,7 @@ def test_a_living_process_is_known_by_its_lock(folder: Path) -> None:
 
 def test_a_worker_that_outlives_its_parent_holds_no_lock(folder: Path) -> None:
     code = (
-        "import os, sys, signal, time, torch; from nanguard.snapshot.disk import DiskStore\n"
+        "import os, sys, signal, time, torch; from nanguard.state.snapshots.disk import DiskStore\n"
         "store = DiskStore(sys.argv[1]); store.write(5, {'a': torch.ones(2)}, {})\n"
         "worker = os.fork()\n"
         "if worker == 0: time.sleep(600)\n"

@@ -54,7 +54,7 @@ class Net(nn.Module):
         return self.fc2(torch.tanh(self.fc1(x) * self.scale))
 
 
-class Steps:
+class StepEngine:
     """What a guard looks like from outside."""
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -481,7 +481,7 @@ def test_a_clock_gives_the_number_of_the_step() -> None:
 )
 def test_times_says_how_often_a_step_that_is_run_again_is_hit(into: str, times: int | None, expected: int) -> None:
     model, optimizer, batch = make()
-    steps = Steps(model, optimizer)
+    steps = StepEngine(model, optimizer)
     with inject(steps, Fault(into=into, name=PLACES[into], steps=(2,), times=times)) as injector:
         for step in (0, 1, 2, 3, 2, 3, 2):
             steps.current_step = step
@@ -491,7 +491,7 @@ def test_times_says_how_often_a_step_that_is_run_again_is_hit(into: str, times: 
 
 def test_a_fault_in_place_fires_once_for_each_of_its_steps() -> None:
     model, optimizer, batch = make()
-    steps = Steps(model, optimizer)
+    steps = StepEngine(model, optimizer)
     with inject(steps, Fault(into="weight", name="fc1.weight", steps=(1, 2))) as injector:
         for step in (1, 1, 2, 1, 2, 3):
             steps.current_step = step
@@ -511,7 +511,7 @@ def test_two_equal_faults_are_two() -> None:
 
 def fired_steps(seed: int, probability: float = 0.3, steps: Any = range(200), **options: Any) -> list[int]:
     model = nn.Linear(1, 1)
-    now = Steps(model)
+    now = StepEngine(model)
     fault = Fault(into="activation", name="", probability=probability, seed=seed, **options)
     with inject(now, fault) as injector:
         for step in steps:
@@ -695,9 +695,9 @@ def test_a_target_is_a_module_or_has_what_a_guard_has() -> None:
     with pytest.raises(ValueError, match=r"target=3: accepted is a torch.nn.Module, or .*current_step"):
         inject(3, fault)
     with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, as this target has"):
-        inject(Steps(model, optimizer), fault, optimizer=optimizer)
+        inject(StepEngine(model, optimizer), fault, optimizer=optimizer)
     with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, as this target has"):
-        inject(Steps(model, optimizer), fault, clock=lambda: 0)
+        inject(StepEngine(model, optimizer), fault, clock=lambda: 0)
 
 
 # What is left behind

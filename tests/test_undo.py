@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers import INF, NAN
-from nanguard.undo import Undo
+from nanguard.state.undo import Undo
 
 CPU = torch.device("cpu")
 UP, DOWN = torch.ones(()), torch.zeros(())

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
 
 from helpers import TinyNet, differences, everything, make_batches
-from nanguard.upcast import to_fp32_
+from nanguard.state.casts import to_fp32_
 
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler
 

@@ -26,11 +26,11 @@ import nanguard
 from helpers import build, loss_fn, make_batches, poisoned
 from nanguard.cli import app
 from nanguard.errors import NonFiniteError, RunLogError
-from nanguard.follow import Follower
 from nanguard.report import glance
 from nanguard.report.sparkline import BLOCKS, LETTERS, columns, sparkline
 from nanguard.report.watch import status_line, view
-from nanguard.runs import read_run
+from nanguard.runlog.follow import Follower
+from nanguard.runlog.reader import read_run
 from optimizers import ALL
 from reported import header, incident_line, long_run, outcome, refused_run, step_line, write_log
 

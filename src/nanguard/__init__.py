@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import install
-    from nanguard.diagnosis.record import Diagnosis
     from nanguard.diagnosis.standalone import diagnose
-    from nanguard.divergence import Divergence
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
-    from nanguard.ladder import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Skip
     from nanguard.numerics.clip import AGC, ZScore
-    from nanguard.policy import Policy
-    from nanguard.precision import LossScale
-    from nanguard.runs import read_run
-    from nanguard.snapshot.options import Snapshots
+    from nanguard.policy.divergence import Divergence
+    from nanguard.policy.policy import Policy
+    from nanguard.policy.rungs import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Skip
+    from nanguard.records.diagnosis import Diagnosis
+    from nanguard.runlog.reader import read_run
+    from nanguard.state.snapshots.options import Snapshots
+    from nanguard.step.precision import LossScale
 
 __all__ = [
     "AGC",
@@ -45,25 +45,25 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AGC": "numerics.clip",
-    "Diagnosis": "diagnosis.record",
-    "Divergence": "divergence",
-    "DropBadGradients": "ladder",
+    "Diagnosis": "records.diagnosis",
+    "Divergence": "policy.divergence",
+    "DropBadGradients": "policy.rungs",
     "Guard": "guard",
-    "Halt": "ladder",
-    "LossScale": "precision",
-    "LowerLR": "ladder",
+    "Halt": "policy.rungs",
+    "LossScale": "step.precision",
+    "LowerLR": "policy.rungs",
     "NanguardError": "errors",
     "NonFiniteError": "errors",
-    "Policy": "policy",
+    "Policy": "policy.policy",
     "ProtocolError": "errors",
-    "RaisePrecision": "ladder",
-    "Rollback": "ladder",
-    "Skip": "ladder",
-    "Snapshots": "snapshot.options",
+    "RaisePrecision": "policy.rungs",
+    "Rollback": "policy.rungs",
+    "Skip": "policy.rungs",
+    "Snapshots": "state.snapshots.options",
     "ZScore": "numerics.clip",
     "diagnose": "diagnosis.standalone",
     "install": "autopilot.entry",
-    "read_run": "runs",
+    "read_run": "runlog.reader",
 }
 
 

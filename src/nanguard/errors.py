@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanguard.records import Incident
+    from nanguard.records.steps import Incident
 
 
 class NanguardError(Exception):

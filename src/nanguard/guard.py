@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard.assembly import (
+from nanguard.diagnosis.scheduler import How
+from nanguard.errors import ProtocolError
+from nanguard.incidents.bundle import Capture
+from nanguard.policy.policy import Policy
+from nanguard.policy.rungs import Rollback
+from nanguard.records.steps import Incident, Outcome
+from nanguard.state.snapshots.options import Snapshots
+from nanguard.step.assembly import (
     assemble,
     choose_bundles,
     choose_diagnosis,
@@ -24,18 +31,11 @@ from nanguard.assembly import (
     choose_sync,
     introduce,
 )
-from nanguard.clipper import Clip
-from nanguard.diagnosis.clinic import How
-from nanguard.epoch import Epoch
-from nanguard.errors import ProtocolError
-from nanguard.incident.bundle import Capture
-from nanguard.ladder import Rollback
-from nanguard.policy import Policy
-from nanguard.precision import LossScale
-from nanguard.records import Incident, Outcome
-from nanguard.snapshot.options import Snapshots
-from nanguard.steps import Steps
-from nanguard.window import LossFn
+from nanguard.step.clipping import Clip
+from nanguard.step.engine import StepEngine
+from nanguard.step.epoch import Epoch
+from nanguard.step.pending import LossFn
+from nanguard.step.precision import LossScale
 
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -97,7 +97,7 @@ class Guard:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         policy = choose_policy(policy)
-        self._bench = assemble(
+        self._parts = assemble(
             model,
             optimizer,
             scheduler=scheduler,
@@ -113,18 +113,18 @@ class Guard:
             run_dir=run_dir,
             process_group=process_group,
         )
-        self.sync = choose_sync(sync, self._bench)
-        self._steps = Steps(
-            self._bench,
+        self.sync = choose_sync(sync, self._parts)
+        self._steps = StepEngine(
+            self._parts,
             sync=self.sync,
             accumulate=accumulate,
-            snapshots=choose_snapshots(snapshots, policy, self._bench.device),
+            snapshots=choose_snapshots(snapshots, policy, self._parts.device),
             diagnose=choose_diagnosis(diagnose),
-            bundles=choose_bundles(capture, run_dir, self._bench),
+            bundles=choose_bundles(capture, run_dir, self._parts),
             run_dir=run_dir,
         )
-        introduce(self._bench, asked_precision=precision, sync=self.sync)
-        weakref.finalize(self, self._bench.journal.sum_up)  # for a program that never closes its guard
+        introduce(self._parts, asked_precision=precision, sync=self.sync)
+        weakref.finalize(self, self._parts.journal.sum_up)  # for a program that never closes its guard
 
     # ---- the loop handed over ------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class Guard:
 
         Does not sync where ``syncs_per_step`` is 0. What raises before the optimizers step leaves no trace.
         """
-        window = self._bench.window
-        if window is not None and not window.rerunnable and window.losses:
+        pending = self._parts.pending
+        if pending is not None and not pending.rerunnable and pending.losses:
             raise ProtocolError(
                 "guard.step() was called between guard.backward() and guard.update(): finish that step with "
                 "guard.update() first, or use guard.step() alone"
             )
-        if window is not None and window.rerunnable and window.in_microbatch:
+        if pending is not None and pending.rerunnable and pending.in_microbatch:
             raise ProtocolError("guard.step() was called by the loss function of another guard.step()")
         if not callable(loss_fn):
             raise ValueError(
@@ -170,35 +170,35 @@ class Guard:
 
         Where gradients are off (validation under ``torch.no_grad()``) it only enters the precision.
         """
-        window = self._bench.window
-        if window is not None and window.rerunnable:
+        pending = self._parts.pending
+        if pending is not None and pending.rerunnable:
             raise ProtocolError(
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
         if torch.is_grad_enabled():
-            window = window or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
-            self._bench.begin_microbatch(window)
-            self._bench.begin_own_forward(window)
+            pending = pending or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
+            self._parts.begin_microbatch(pending)
+            self._parts.begin_own_forward(pending)
             return self._steps.in_own_loop()
-        self._bench.last_forward.mend_()
-        return self._bench.precision.autocast()
+        self._parts.last_forward.mend_()
+        return self._parts.precision.autocast()
 
     def backward(self, loss: Tensor) -> None:
         """Backward of ``loss / accumulate``, scaled where the precision needs it; may be called several times."""
-        window = self._bench.window
-        if window is None or window.rerunnable:
+        pending = self._parts.pending
+        if pending is None or pending.rerunnable:
             raise ProtocolError(
                 "guard.backward() was called without guard.autocast(): compute the loss inside "
                 "`with guard.autocast():`, in fp32 too, so that the guard can note what the forward pass may change"
             )
-        self._steps.backward(window, loss)
+        self._steps.backward(pending, loss)
 
     def update(self) -> None:
         """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync where ``syncs_per_step`` is 0."""
-        window = self._bench.window
-        if window is None or window.rerunnable or not window.losses:
+        pending = self._parts.pending
+        if pending is None or pending.rerunnable or not pending.losses:
             raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
-        self._steps.finish(window)
+        self._steps.finish(pending)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
@@ -212,20 +212,20 @@ class Guard:
 
     @property
     def model(self) -> nn.Module:
-        return self._bench.model
+        return self._parts.model
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        return self._bench.shield.optimizers
+        return self._parts.skippable.optimizers
 
     @property
     def policy(self) -> Policy:
-        return self._bench.policy
+        return self._parts.policy
 
     @property
     def precision(self) -> str:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``."""
-        return self._bench.precision.name
+        return self._parts.precision.name
 
     @property
     def syncs_per_step(self) -> int:
@@ -238,8 +238,8 @@ class Guard:
 
         It counts attempts: a rollback does not set it back.
         """
-        window = self._bench.window
-        return self._bench.num_steps if window is None else window.step
+        pending = self._parts.pending
+        return self._parts.num_steps if pending is None else pending.step
 
     @property
     def current_epoch(self) -> int:
@@ -249,12 +249,12 @@ class Guard:
     @property
     def incidents(self) -> tuple[Incident, ...]:
         """Every step that had to be answered so far, as far as the host has heard."""
-        return self._bench.journal.incidents
+        return self._parts.journal.incidents
 
     @property
     def last_outcome(self) -> Outcome | None:
         """What became of the last step the host has heard of."""
-        return self._bench.journal.last
+        return self._parts.journal.last
 
     @property
     def counts(self) -> dict[str, int]:
@@ -262,7 +262,7 @@ class Guard:
 
         ``rolled_back`` says how often the run went back, ``undone`` by how many steps in all.
         """
-        return dict(self._bench.journal.counts)
+        return dict(self._parts.journal.counts)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}={number}" for name, number in self.counts.items())
@@ -283,32 +283,32 @@ class Guard:
         names that are new. Takes effect with the next step; what is saved by ``state_dict`` has them.
         """
         self.settle()
-        return self._bench.islands.keep(*names)
+        return self._parts.islands.keep(*names)
 
     def release_fp32(self, *names: str) -> tuple[str, ...]:
         """Undoes ``keep_fp32``, of all modules where no name is given; returns the names that were released."""
         self.settle()
-        return self._bench.islands.release(*names)
+        return self._parts.islands.release(*names)
 
     @property
     def kept_fp32(self) -> tuple[str, ...]:
         """The modules that are kept in fp32, by you or by the ladder."""
-        return self._bench.islands.names
+        return self._parts.islands.names
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
     @property
     def snapshots(self) -> tuple[int, ...]:
         """The good snapshots, each by the number of the step it was taken before; oldest first."""
-        return () if self._steps.keeper is None else self._steps.keeper.steps
+        return () if self._steps.ring is None else self._steps.ring.steps
 
     def roll_back(self, steps: int = 1, *, skip_batches: int = 0, lr: float = 1.0) -> str:
         """Goes back to the newest good snapshot at least ``steps`` old, by hand; says in words what that did.
 
         What the rung ``Rollback`` does by itself. Inside ``guard.epoch`` the data go back too.
         """
-        if self._steps.keeper is not None:
-            self._steps.keeper.agree()
+        if self._steps.ring is not None:
+            self._steps.ring.agree()
         if not self.snapshots:
             raise ProtocolError(
                 "guard.roll_back() was called and there is no good snapshot: the first is good some steps after it was "
@@ -316,11 +316,11 @@ class Guard:
             )
         if not isinstance(skip_batches, int):
             raise ValueError(f"skip_batches must be a whole number here, got {skip_batches!r}: nothing has failed")
-        self._bench.drop_unfinished()
+        self._parts.drop_unfinished()
         self.settle()
-        did = self._steps.climber.go_back(self._bench.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
+        did = self._steps.recovery.go_back(self._parts.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
         self._steps.mode.drop_in_flight()
-        self._bench.journal.write("roll_back", step=self._bench.num_steps, did=did)
+        self._parts.journal.write("roll_back", step=self._parts.num_steps, did=did)
         return did
 
     def resume(self) -> int | None:
@@ -339,7 +339,7 @@ class Guard:
         waits for them), and where a weight, buffer or moment is non-finite. Looks at all of them: syncs. Asks no other
         rank.
         """
-        return self._bench.window is None and self._steps.mode.is_verified() and self._steps.climber.is_sound()
+        return self._parts.pending is None and self._steps.mode.is_verified() and self._steps.recovery.is_sound()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
@@ -353,10 +353,10 @@ class Guard:
     def close(self) -> None:
         """Settles, ends the run log, and sums up what happened. ``with Guard(...) as guard:`` does it for you."""
         self.settle()
-        if self._steps.keeper is not None:
-            self._steps.keeper.close()
-        self._bench.journal.close(steps=self._bench.num_steps)
-        self._bench.journal.sum_up(self._steps.climber.unsound)
+        if self._steps.ring is not None:
+            self._steps.ring.close()
+        self._parts.journal.close(steps=self._parts.num_steps)
+        self._parts.journal.sum_up(self._steps.recovery.unsound)
 
     def __enter__(self) -> Guard:
         return self
@@ -366,33 +366,33 @@ class Guard:
     ) -> None:
         if error is None:
             self.close()
-        self._bench.journal.sum_up()
+        self._parts.journal.sum_up()
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, loss scale, learned limits, measures in force and history, in plain numbers. Settles first."""
         self.settle()
-        bench = self._bench
+        parts = self._parts
         return {
             "version": 2,
             **self._steps.facts(),
-            "scaler": None if bench.scaler is None else bench.scaler.state_dict(),
-            "clipper": bench.clipper.state_dict(),
+            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+            "clipper": parts.clipper.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes exactly where ``state_dict`` was taken. Model, optimizers, schedulers and EMA have their own."""
-        bench = self._bench
+        parts = self._parts
         if state.get("version") != 2:
             raise ValueError(f"this guard reads state of version 2, got {state.get('version')!r}")
-        if (state["scaler"] is None) != (bench.scaler is None):
+        if (state["scaler"] is None) != (parts.scaler is None):
             raise ValueError(
                 f"the state was saved {'without' if state['scaler'] is None else 'with'} a loss scale, and this guard "
                 f"runs in {self.precision}: use the precision it was saved with"
             )
         self.settle()
-        self._steps.climber.forget()
+        self._steps.recovery.forget()
         self._steps.mode.drop_in_flight()
         self._steps.load_facts(state)
-        if bench.scaler is not None:
-            bench.scaler.load_state_dict(state["scaler"])
-        bench.clipper.load_state_dict(state["clipper"])
+        if parts.scaler is not None:
+            parts.scaler.load_state_dict(state["scaler"])
+        parts.clipper.load_state_dict(state["clipper"])

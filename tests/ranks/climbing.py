@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import nanguard
 from helpers import INF, NAN, TinyNet, loss_fn, poisoned
 from nanguard import DropBadGradients, Halt, LowerLR, NonFiniteError, Policy, RaisePrecision, Rollback, Skip, Snapshots
-from nanguard.snapshot.copies import Copier
+from nanguard.state.snapshots.copies import Copier
 from nanguard.testing import Fault, inject
 
 

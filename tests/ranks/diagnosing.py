@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nanguard
 from helpers import everything
-from nanguard.diagnosis.doctor import Doctor
-from nanguard.report.panel import panel
-from nanguard.runlog import plain
+from nanguard.diagnosis.examiner import Examiner
+from nanguard.records.panel import panel
+from nanguard.runlog.writer import plain
 from ranks.scenarios import digests
 
 Result = dict[str, Any]
@@ -129,18 +129,18 @@ def examined(*, function: str, style: str, sync: str, **options: Any) -> Result:
 
 def broken(*, sync: str, rank: int) -> Result:
     """The diagnosis itself fails on one rank: nobody waits for it."""
-    whole = Doctor.examine
+    whole = Examiner.examine
 
     def fails(*args: Any, **options: Any) -> Any:
         if dist.get_rank() == rank:
             raise LookupError("in the diagnosis itself")
         return whole(*args, **options)
 
-    Doctor.examine = fails  # type: ignore[method-assign]
+    Examiner.examine = fails  # type: ignore[method-assign]
     try:
         guard, end = run("log", style="step", sync=sync)
     finally:
-        Doctor.examine = whole  # type: ignore[method-assign]
+        Examiner.examine = whole  # type: ignore[method-assign]
     return {"incidents": told(guard), "counts": guard.counts, "end": end}
 
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.patches import Patches
-from nanguard.autopilot.settings import Settings, patient_policy
-from nanguard.autopilot.tower import Tower
-from nanguard.diagnosis.clinic import How
-from nanguard.incident.bundle import Capture
-from nanguard.policy import Policy
-from nanguard.records import Incident
-from nanguard.runlog import RunFolder
+from nanguard.diagnosis.scheduler import How
+from nanguard.hosted.settings import Settings, patient_policy
+from nanguard.incidents.bundle import Capture
+from nanguard.policy.policy import Policy
+from nanguard.records.steps import Incident
+from nanguard.runlog.writer import RunFolder
 
 log = logging.getLogger("nanguard")
 
@@ -30,68 +30,68 @@ class Autopilot:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._tower = Tower(settings)
-        self._patches = Patches(self._tower)
+        self._monitor = ProgramMonitor(settings)
+        self._patches = Patches(self._monitor)
 
     @property
     def incidents(self) -> Sequence[Incident]:
         """Every step that had to be answered so far, as far as the host has heard."""
-        return self._tower.roster.incidents
+        return self._monitor.registry.incidents
 
     @property
     def counts(self) -> dict[str, int]:
         """How many steps were applied, skipped, and so on, over all optimizers."""
-        return dict(self._tower.roster.counts)
+        return dict(self._monitor.registry.counts)
 
     @property
     def has_guard(self) -> bool:
         """Whether the program has a ``Guard`` of its own, whose optimizers are left to it."""
-        return self._tower.roster.has_guard
+        return self._monitor.registry.has_guard
 
     @property
     def unguarded(self) -> tuple[str, ...]:
         """Classes of optimizers that could not be guarded."""
-        return tuple(self._tower.roster.unguarded)
+        return tuple(self._monitor.registry.unguarded)
 
     @property
     def refused_in_a_row(self) -> int:
         """How many of the last steps were not let through, of the optimizer that fares worst."""
-        return self._tower.roster.refused_in_a_row
+        return self._monitor.registry.refused_in_a_row
 
     @property
     def num_not_kept(self) -> int:
         """How many incidents were left out on disk, since enough of their kind, or enough in all, are there."""
-        return self._tower.roster.num_not_kept
+        return self._monitor.registry.num_not_kept
 
     @property
     def num_optimizers(self) -> int:
         """That have been guarded; a program that updates its tensors itself counts as one."""
-        return self._tower.roster.num_optimizers
+        return self._monitor.registry.num_optimizers
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
-        return self._tower.unsound()
+        return self._monitor.unsound()
 
     @property
     def num_children(self) -> int:
         """How many processes the program has started that are not guarded, and may train."""
-        return self._tower.children.count
+        return self._monitor.children.count
 
     @property
     def is_of_parent(self) -> bool:
         """Whether this is a forked process, which its parent's autopilot does not guard."""
-        return not self._tower.children.is_parent
+        return not self._monitor.children.is_parent
 
     def abandon(self) -> None:
         """In a forked process, before it gets an autopilot of its own. The run log stays the parent's."""
-        self._tower.hang_up()
+        self._monitor.hang_up()
         self._patches.remove()
         atexit.unregister(self.uninstall)
         Autopilot._installed = None
 
     def uninstall(self) -> None:
         """Ends the run log and takes everything back; optimizers go on as plain ones."""
-        self._tower.close()
+        self._monitor.close()
         self._patches.remove()
         atexit.unregister(self.uninstall)
         if Autopilot._installed is self:

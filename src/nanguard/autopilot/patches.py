@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nanguard import _compat
-from nanguard.autopilot.handshake import announce
-from nanguard.autopilot.tower import Tower
-from nanguard.shield import is_torchs, needs_closure
+from nanguard.autopilot.monitor import ProgramMonitor
+from nanguard.hosted.handshake import announce
+from nanguard.step.optimizers import is_torchs, needs_closure
 
 
 class Patches:
     """Put in place when made; ``remove`` takes them back."""
 
-    def __init__(self, tower: Tower) -> None:
-        self._tower = tower
+    def __init__(self, monitor: ProgramMonitor) -> None:
+        self._monitor = monitor
         self._saved: list[tuple[Any, str, Any]] = []
         self._classes: set[type[Optimizer]] = set()
         self._replace(Optimizer, "__init__", self._made)
@@ -53,24 +53,24 @@ class Patches:
         setattr(owner, name, functools.wraps(original)(make(original)))
 
     def _made(self, original: Callable[..., None]) -> Callable[..., None]:
-        tower = self._tower
+        monitor = self._monitor
 
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if not _compat.is_recording() and not tower.is_idle:
+            if not _compat.is_recording() and not monitor.is_idle:
                 self._guard_class(type(optimizer))
-                tower.made(optimizer)
+                monitor.made(optimizer)
 
         return make
 
     def _born(self, original: Callable[..., None]) -> Callable[..., None]:
-        tower, census = self._tower, self._tower.roster.census
+        monitor, live_modules = self._monitor, self._monitor.registry.live_modules
 
         def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             if not _compat.is_recording():
-                census.add(module)
-                if isinstance(module, DistributedDataParallel) and not tower.is_idle:
+                live_modules.add(module)
+                if isinstance(module, DistributedDataParallel) and not monitor.is_idle:
                     announce()
 
         return make
@@ -83,60 +83,60 @@ class Patches:
             self._replace(definer, "step", self._step)
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tower = self._tower
+        monitor = self._monitor
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _compat.is_recording() or tower.is_idle:
-                tower.children.trains()
+            if _compat.is_recording() or monitor.is_idle:
+                monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
             call = functools.partial(original, optimizer, *args, **kwargs)
             # Hooks may change gradients; an optimizer of the program's own may call a closure when and as it likes.
             has_hooks, is_strange = _compat.has_step_pre_hooks(optimizer), not is_torchs(optimizer)
             if has_hooks or needs_closure(optimizer) or (callable(closure) and is_strange):
-                return tower.step(optimizer, call, is_blind=True)
+                return monitor.step(optimizer, call, is_blind=True)
             if not callable(closure):
-                return tower.step(optimizer, call)
+                return monitor.step(optimizer, call)
             # Torch's own call it once, first of all. Its gradients have to be there before anything is decided; the
             # optimizer then gets the loss that it returned.
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-            return tower.step(optimizer, functools.partial(original, optimizer, *args, **kwargs), otherwise=loss)
+            return monitor.step(optimizer, functools.partial(original, optimizer, *args, **kwargs), otherwise=loss)
 
         return step
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        tower = self._tower
+        monitor = self._monitor
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if _compat.is_recording() or tower.is_idle or tower.is_nested:
-                tower.children.trains()
+            if _compat.is_recording() or monitor.is_idle or monitor.is_nested:
+                monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return
-            tower.backward(tensors)
-            with tower.in_backward():
+            monitor.backward(tensors)
+            with monitor.in_backward():
                 original(tensors, *args, **kwargs)
-            tower.after_backward(tensors)
+            monitor.after_backward(tensors)
 
         return backward
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tower = self._tower
+        monitor = self._monitor
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             # With create_graph, the third argument after them, it is a part of a loss and not an update by it.
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
-            if _compat.is_recording() or tower.is_idle or tower.is_nested or is_part:
+            if _compat.is_recording() or monitor.is_idle or monitor.is_nested or is_part:
                 return original(outputs, inputs, *args, **kwargs)
-            tower.before_grad(outputs)
+            monitor.before_grad(outputs)
             grads = original(outputs, inputs, *args, **kwargs)
-            return tower.by_hand(outputs, inputs, grads)
+            return monitor.by_hand(outputs, inputs, grads)
 
         return grad
 
     def _start(self, original: Callable[..., None]) -> Callable[..., None]:
-        children = self._tower.children
+        children = self._monitor.children
 
         def start(process: BaseProcess) -> None:
             may_train = children.may_train(process)  # asked first: a process that runs has forgotten what it is for
@@ -146,10 +146,10 @@ class Patches:
         return start
 
     def _aside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tower = self._tower
+        monitor = self._monitor
 
         def trace(*args: Any, **kwargs: Any) -> Any:
-            with tower.standing_aside():
+            with monitor.standing_aside():
                 return original(*args, **kwargs)
 
         return trace
@@ -164,15 +164,15 @@ class Patches:
         return scale
 
     def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tower = self._tower
+        monitor = self._monitor
 
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _compat.is_recording() or tower.is_idle or not scaler.is_enabled():
+            if _compat.is_recording() or monitor.is_idle or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
-            before = tower.scaled_by(optimizer, scaler)
+            before = monitor.scaled_by(optimizer, scaler)
             result = original(scaler, optimizer, *args, **kwargs)
-            if tower.num_calls(optimizer) == before:  # it has found an overflow and does not step
-                tower.step(optimizer, None)
+            if monitor.num_calls(optimizer) == before:  # it has found an overflow and does not step
+                monitor.step(optimizer, None)
             return result
 
         return step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanguard.autopilot.entry import Autopilot
-from nanguard.report.summary import closing_line
+from nanguard.records.summary import closing_line
 
 
 def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nanguard import _compat
-from nanguard.autopilot.pilot import Pilot
 from nanguard.diagnosis.live import Live
+from nanguard.hosted.step import HostedStep
 
 _ENTER = ((torch.no_grad, "__enter__"), (torch.enable_grad, "__enter__"), (torch.inference_mode, "__enter__"))
 _EXIT = ((torch.no_grad, "__exit__"), (torch.enable_grad, "__exit__"), (torch.inference_mode, "__exit__"))
@@ -35,11 +35,11 @@ class Tracer:
         self._active: contextlib.ExitStack | None = None
         self._switches: Switches | None = None
 
-    def start(self, pilots: Sequence[Pilot]) -> None:
+    def start(self, hosted_steps: Sequence[HostedStep]) -> None:
         """Not inside a dispatch mode of the program's, which will be left before ours is."""
         if self.live is not None or self._is_nested() or _compat.has_dispatch_mode():
             return
-        self.live = next((pilot.clinic.live for pilot in pilots if pilot.clinic.live.is_on), None)
+        self.live = next((hosted.examinations.live for hosted in hosted_steps if hosted.examinations.live.is_on), None)
         if self.live is None:
             return
         if not self.live.is_always:

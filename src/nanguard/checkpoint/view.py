@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nanguard.checkpoint.findings import FileReport, Note, TensorReport, short_number
-from nanguard.printable import printable
+from nanguard.records.printable import printable
 
 LIMIT = 20
 """How many tensors are listed if nobody asks for all."""

@@ -115,7 +115,7 @@ def _device_facts() -> Iterator[Fact]:
 
 
 def _switch_facts() -> Iterator[Fact]:
-    from nanguard.incident.surroundings import flags
+    from nanguard.incidents.environment import flags
 
     told = flags()
     yield Fact(name="fp32 matmul precision", value=str(told["matmul_precision"]))

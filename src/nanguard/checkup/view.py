@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanguard.checkup.record import Checkup, Fact, Finding
-from nanguard.printable import printable
+from nanguard.records.printable import printable
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "advice": "bold cyan"}
 _INDENT = " " * 11

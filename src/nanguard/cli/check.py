@@ -39,7 +39,7 @@ def check(
     Ends with status 0 if all is clean, 1 if there are non-finite values, 2 if something could not be read.
     """
     from nanguard.checkpoint import checker, view
-    from nanguard.printable import printable
+    from nanguard.records.printable import printable
 
     out, bar = Console(highlight=False), view.Bar(Console(stderr=True))
     reports = []

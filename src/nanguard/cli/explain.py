@@ -31,8 +31,8 @@ def explain(
     Ends with status 0, or 2 if something could not be read.
     """
     from nanguard.errors import BundleError
-    from nanguard.incident import explain as words
-    from nanguard.incident.reader import load
+    from nanguard.incidents.reader import load
+    from nanguard.replay import explain as words
 
     out = Console(highlight=False)
     try:

@@ -37,10 +37,10 @@ def replay(
     import sys
 
     from nanguard.errors import NanguardError
-    from nanguard.incident import explain as words
-    from nanguard.incident import rerun
-    from nanguard.incident.entry import build
-    from nanguard.incident.stop import debug
+    from nanguard.replay import explain as words
+    from nanguard.replay import rerun
+    from nanguard.replay.debugger import debug
+    from nanguard.replay.entry import build
 
     out = Console(highlight=False)
     try:
@@ -55,7 +55,7 @@ def replay(
     except NanguardError as error:
         fail(str(error), as_json=as_json)
     if as_json:
-        from nanguard.runlog import plain
+        from nanguard.runlog.writer import plain
 
         typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
     elif not pdb or replayed.diagnosis is None:

@@ -19,8 +19,8 @@ from nanguard.cli.speech import fail, logging_to, stderr_console
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
     from nanguard.autopilot.launch import Program
-    from nanguard.autopilot.settings import Settings
-    from nanguard.runlog import RunFolder
+    from nanguard.hosted.settings import Settings
+    from nanguard.runlog.writer import RunFolder
 
 EXAMPLES = (
     "nanguard run train.py --lr 3e-4",
@@ -38,7 +38,7 @@ log = logging.getLogger("nanguard")
 
 
 def _recipes(incomplete: str) -> list[str]:
-    from nanguard.policy import recipe_names
+    from nanguard.policy.policy import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
@@ -93,9 +93,9 @@ def run(
 
 
 def _settings(program: Program, policy: str | None, halts: bool, max_norm: float | None, trace: bool) -> Settings:
-    from nanguard.autopilot.settings import Settings, patient_policy
-    from nanguard.ladder import Halt
-    from nanguard.policy import Policy
+    from nanguard.hosted.settings import Settings, patient_policy
+    from nanguard.policy.policy import Policy
+    from nanguard.policy.rungs import Halt
 
     chosen = Policy([Halt()], divergence=None, max_norm=None) if halts else patient_policy()
     if policy is not None:
@@ -120,7 +120,7 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
 
 def _place(asked: Path | None, name: str) -> RunFolder | None:
     """The folder of the run, not made yet; None, with a warning, if nothing can be written there."""
-    from nanguard.runlog import RunFolder
+    from nanguard.runlog.writer import RunFolder
 
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     name = "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
@@ -189,7 +189,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
 
 def _report(run_dir: Path, is_worth_it: bool) -> str:
     from nanguard.errors import NanguardError
-    from nanguard.incident.files import as_seen
+    from nanguard.incidents.files import as_seen
 
     if not is_worth_it:
         return f"; run log {as_seen(run_dir / 'run.jsonl')}"

@@ -24,7 +24,7 @@ def fail(why: str, *, as_json: bool) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    from nanguard.printable import printable as printable_line
+    from nanguard.records.printable import printable as printable_line
 
     return "\n".join(map(printable_line, text.splitlines()))
 

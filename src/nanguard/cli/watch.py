@@ -15,8 +15,8 @@ from nanguard.cli.speech import fail, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nanguard.follow import Follower
-    from nanguard.runs import Run
+    from nanguard.runlog.follow import Follower
+    from nanguard.runlog.reader import Run
 
 EXAMPLES = (
     "nanguard watch runs/a",
@@ -50,8 +50,8 @@ def watch(
     from rich.console import Console
 
     from nanguard.errors import NanguardError
-    from nanguard.follow import Follower
-    from nanguard.runs import read_run
+    from nanguard.runlog.follow import Follower
+    from nanguard.runlog.reader import read_run
 
     out = Console(highlight=False)
     try:
@@ -77,7 +77,7 @@ def _can_be_drawn_on(out: Console) -> bool:
 
 def _print_json(run: Run) -> int:
     from nanguard.report import glance
-    from nanguard.runlog import plain
+    from nanguard.runlog.writer import plain
 
     told = glance.as_dict(run, time.time())
     status = _OVER.get(told["state"], 0)

@@ -23,8 +23,8 @@ from nanguard.demo import text, training
 from nanguard.demo.training import Progress, Result
 from nanguard.errors import ReportError
 from nanguard.guard import Guard
-from nanguard.records import Incident
-from nanguard.report.panel import panel
+from nanguard.records.panel import panel
+from nanguard.records.steps import Incident
 
 INTRO = """
 A small GPT learns to write like "Alice's Adventures in Wonderland", in fp16, twice: same weights, same data, same

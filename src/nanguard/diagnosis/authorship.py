@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from nanguard.diagnosis.record import Source
 from nanguard.diagnosis.slicing import (
     Origin,
     Program,
@@ -21,7 +20,8 @@ from nanguard.diagnosis.slicing import (
     source_of_node,
     stored_names,
 )
-from nanguard.diagnosis.source import is_users
+from nanguard.records.diagnosis import Source
+from nanguard.source.frames import is_users
 
 _WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
 

@@ -13,8 +13,8 @@ from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_
 from nanguard.diagnosis.blame import Finding, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Event, Note
-from nanguard.diagnosis.record import Cause, Operand
 from nanguard.diagnosis.trace import Trace
+from nanguard.records.diagnosis import Cause, Operand
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanguard.bench import Bench
-from nanguard.diagnosis.batches import num_samples
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import Event, Leaf, Note
-from nanguard.diagnosis.record import Link, Operand, Stretch
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.source import source_of
 from nanguard.diagnosis.watched import Run
-from nanguard.records import Reading
-from nanguard.window import Window
+from nanguard.records.diagnosis import Link, Operand, Stretch
+from nanguard.records.steps import Reading
+from nanguard.source.frames import source_of
+from nanguard.state.batches import num_samples
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
 
 OlderWeights = Callable[[], AbstractContextManager[bool]]
 
@@ -39,25 +39,25 @@ class Past:
 class Exam:
     """Of one step: how it ran, and a way to run it again, where there is one."""
 
-    bench: Bench
-    window: Window
+    parts: StepParts
+    pending: PendingStep
     run: Run
     past: Past
     replay: Replay | None
     inventory: Inventory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inventory = Inventory(self.bench)
+        self.inventory = Inventory(self.parts)
 
     def files(self, *others: object) -> list[str]:
         """Of the user's program."""
-        return self.inventory.files(*(micro.loss_fn for micro in self.window.microbatches), *map(type, others))
+        return self.inventory.files(*(micro.loss_fn for micro in self.pending.microbatches), *map(type, others))
 
     def samples_of(self, event: Event) -> tuple[int, ...]:
         """The entries of the first dimension that are concerned, where that is the batch's."""
-        if not self.window.microbatches:
+        if not self.pending.microbatches:
             return ()
-        num = num_samples(self.window.microbatches[self.run.microbatch].batch)
+        num = num_samples(self.pending.microbatches[self.run.microbatch].batch)
         shape = event.note.shape
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
 

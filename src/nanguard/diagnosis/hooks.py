@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nanguard.diagnosis.modules import Modules
-from nanguard.diagnosis.source import Place, find_site
+from nanguard.source.frames import Place, find_site
+from nanguard.source.modules import Modules
 
 
 class GradientHooks(TorchFunctionMode):

@@ -8,21 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanguard.bench import Bench
-from nanguard.diagnosis.modules import Modules
-from nanguard.diagnosis.source import user_files
-from nanguard.naming import plain_name, unwrapped
+from nanguard.source.frames import user_files
+from nanguard.source.modules import Modules
+from nanguard.state.names import plain_name, unwrapped
+from nanguard.step.parts import StepParts
 
 
 class Inventory:
     """Looked up anew each time: programs replace what they are made of."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
 
     @property
     def model(self) -> nn.Module:
-        return unwrapped(self._bench.model)
+        return unwrapped(self._parts.model)
 
     def parameters(self) -> dict[str, Tensor]:
         return {plain_name(name): p for name, p in self.model.named_parameters()}
@@ -32,9 +32,9 @@ class Inventory:
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Name, parameter and tensor of all optimizer state: ``exp_avg of head.weight``."""
-        for optimizer in self._bench.shield.optimizers:
+        for optimizer in self._parts.skippable.optimizers:
             for param, state in optimizer.state.items():
-                owner = self._bench.name(param) if isinstance(param, Tensor) else ""
+                owner = self._parts.name(param) if isinstance(param, Tensor) else ""
                 for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor):
                         yield f"{key} of {owner}", owner, value
@@ -59,10 +59,10 @@ class Inventory:
     def optimizer_of(self, name: str) -> Optimizer:
         """The one that steps a parameter; the first where none does."""
         param = self.parameters().get(name)
-        for optimizer in self._bench.shield.optimizers:
+        for optimizer in self._parts.skippable.optimizers:
             if any(p is param for group in optimizer.param_groups for p in group["params"]):
                 return optimizer
-        return self._bench.shield.optimizers[0]
+        return self._parts.skippable.optimizers[0]
 
     def files(self, *others: Any) -> list[str]:
         """Of the program: where its modules, and ``others``, are defined."""

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from nanguard import _compat
-from nanguard.bench import Bench
-from nanguard.diagnosis.batches import named_tensors
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce
+from nanguard.state.batches import named_tensors
+from nanguard.step.parts import StepParts
 
 log = logging.getLogger("nanguard")
 
@@ -28,9 +28,9 @@ FOREVER = 1 << 62
 class Live:
     """Traces the steps that ``search`` asks for; all of them if ``is_always``, none unless ``is_allowed``."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._inventory = Inventory(bench)
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._inventory = Inventory(parts)
         self._run: Run | None = None
         self._is_armed = False
         self._is_used = False
@@ -62,7 +62,7 @@ class Live:
     def begin(self, batch: Any) -> None:
         """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
         self._charge()
-        if not self._is_wanted() or self._bench.is_capturing:
+        if not self._is_wanted() or self._parts.is_capturing:
             return
         began = time.perf_counter()
         try:
@@ -85,7 +85,7 @@ class Live:
     def _charge(self) -> None:
         """The last step is over. Of several ranks each may trace another step, and all wait for it."""
         if self._run is not None and self._is_used and not self.is_always:
-            self.search.spent(self._seconds * self._bench.ranks.size)
+            self.search.spent(self._seconds * self._parts.ranks.size)
         self._run, self._is_used, self._seconds = None, False, 0.0
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class Live:
             with _compat.unwatched():
                 run.look_at_loss(loss)
                 if run.is_finite:
-                    run.look_at_gradients(self._inventory, self._bench)
+                    run.look_at_gradients(self._inventory, self._parts)
                 if run.is_finite:
                     run.look_at_writes(self._inventory)
         except Exception:

@@ -62,7 +62,7 @@ def look(tensor: Tensor) -> Look:
     return Look(*torch.stack([low, high]).tolist())
 
 
-def census(tensor: Tensor) -> Census:
+def live_modules(tensor: Tensor) -> Census:
     """Counts and ranges, chunk by chunk: a large tensor takes no more memory than a chunk."""
     values = real(tensor.detach()).reshape(-1) if tensor.numel() else tensor.new_zeros(0)
     nan = posinf = neginf = 0

@@ -10,9 +10,9 @@ from dataclasses import replace
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
 from nanguard.diagnosis.look import largest
 from nanguard.diagnosis.provenance import Event
-from nanguard.diagnosis.record import Cause, Diagnosis
-from nanguard.diagnosis.strangers import of_huge_parameter
+from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
+from nanguard.records.diagnosis import Cause, Diagnosis
 
 _OVERFLOWS: tuple[Cause, ...] = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 _GREW, _ROSE = 8.0, 50.0
@@ -75,7 +75,7 @@ def _growth(exam: Exam, event: Event) -> tuple[float, float, int] | None:
     past, replay, note = exam.past, exam.replay, event.note
     if replay is None or past.older_weights is None or past.oldest_step is None:
         return None
-    if exam.window.step - past.oldest_step < 3:
+    if exam.pending.step - past.oldest_step < 3:
         return None
     with past.older_weights() as there_are:
         before = replay.watched() if there_are else None

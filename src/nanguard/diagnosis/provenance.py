@@ -7,7 +7,7 @@ from typing import Literal
 
 from nanguard.diagnosis.evidence import Evidence, without_evidence
 from nanguard.diagnosis.look import NOTHING, Look
-from nanguard.diagnosis.source import Place
+from nanguard.source.frames import Place
 
 PARAMETER, BUFFER, STATE, BATCH, OTHER = 1, 2, 4, 8, 16
 """What a value depends on, as bits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanguard.diagnosis.record import Cause
+from nanguard.records.diagnosis import Cause
 
 
 @dataclass(frozen=True, slots=True)

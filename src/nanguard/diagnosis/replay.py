@@ -14,19 +14,19 @@ from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
-from nanguard.backup import Backup
-from nanguard.bench import Bench
-from nanguard.diagnosis.batches import filled, named_tensors, take
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce, introduce_states
-from nanguard.precision import Precision
-from nanguard.recovery.evidence import nonfinite_names
-from nanguard.recovery.rehearsal import Rehearsal
-from nanguard.window import Window
+from nanguard.state.backup import Backup
+from nanguard.state.batches import filled, named_tensors, take
+from nanguard.step.dry_run import DryRun
+from nanguard.step.evidence import nonfinite_names
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
+from nanguard.step.precision import Precision
 
 log = logging.getLogger("nanguard")
 
@@ -34,17 +34,17 @@ log = logging.getLogger("nanguard")
 class Replay:
     """Of one step. ``seconds`` and ``num`` say what it has cost so far."""
 
-    def __init__(self, bench: Bench, rehearsal: Rehearsal, window: Window) -> None:
-        self.bench, self.window = bench, window
-        self._rehearsal = rehearsal
+    def __init__(self, parts: StepParts, dry_run: DryRun, pending: PendingStep) -> None:
+        self.parts, self.pending = parts, pending
+        self._dry_run = dry_run
         self.num = 0
         self.seconds_of_last = 0.0
         self._began = time.monotonic()
         self._written: set[str] = set()
-        self.inventory = Inventory(bench)
+        self.inventory = Inventory(parts)
         self._modules = self.inventory.modules()
         self._generators = list(_generators(self.inventory.model.modules()))
-        self._data = dict(_data(window))
+        self._data = dict(_data(pending))
 
     @property
     def seconds(self) -> float:
@@ -65,10 +65,10 @@ class Replay:
         self._introduce(trace)
         run = Run(trace)
         try:
-            alone = _Alone() if self.bench.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            alone = _Alone() if self.parts.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
             hooks = GradientHooks(self._modules, run.hooks)
-            with self._stage(self.window), _compat.without_compilation(), alone, hooks, trace:
-                for place in range(len(self.window.microbatches)):
+            with self._stage(self.pending), _compat.without_compilation(), alone, hooks, trace:
+                for place in range(len(self.pending.microbatches)):
                     self._watch_one(run, place)
                     if run.found:
                         break
@@ -106,31 +106,31 @@ class Replay:
 
     def _watch_one(self, run: Run, place: int) -> None:
         run.microbatch = place
-        loss = self._rehearsal.forward(self.window, place)
+        loss = self._dry_run.forward(self.pending, place)
         with _compat.unwatched():
             run.look_at_loss(loss)
         if not run.is_finite:
             return
-        self._rehearsal.backward(self.window, loss)
+        self._dry_run.backward(self.pending, loss)
         with _compat.unwatched():
-            run.look_at_gradients(self.inventory, self.bench)
+            run.look_at_gradients(self.inventory, self.parts)
             if run.is_finite:
                 run.look_at_writes(self.inventory)
 
     def _watch_update(self, run: Run) -> None:
         """One parameter at a time, so that each op has one that it works for."""
-        bench = self.bench
-        grads = [(bench.name(p), p.grad) for group in bench.shield.groups() for p in group if p.grad is not None]
-        if bench.scaler is not None:
-            bench.scaler.unscale_([grad for _, grad in grads])
+        parts = self.parts
+        grads = [(parts.name(p), p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
+        if parts.scaler is not None:
+            parts.scaler.unscale_([grad for _, grad in grads])
         with _compat.unwatched():
             for name, grad in grads:
                 run.trace.know(f"gradient {name}", grad, PARAMETER, owner=name)
             introduce_states(run.trace, self.inventory)
-            backup = Backup(bench.shield.optimizers)
+            backup = Backup(parts.skippable.optimizers)
         run.trace.in_update = True
         try:
-            for optimizer in bench.shield.optimizers:
+            for optimizer in parts.skippable.optimizers:
                 for group in optimizer.param_groups:
                     group.update({key: False for key in ("foreach", "fused") if group.get(key, False) is not False})
                 optimizer.step()
@@ -147,46 +147,46 @@ class Replay:
         self, *, fp32: Sequence[str] | None = None, samples: Sequence[int] | None = None, num: int = 0
     ) -> bool:
         """Whether loss and gradients are finite: with modules in fp32 (all of the model: ``[""]``), or on samples."""
-        window = self.window
-        if samples is not None and self.bench.device.type != "cpu":
+        pending = self.pending
+        if samples is not None and self.parts.device.type != "cpu":
             samples = filled(samples, num)
         if samples is not None:
-            micros = [replace(m, batch=take(m.batch, samples, num)) for m in window.microbatches]
-            window = replace(window, microbatches=micros)
-        with self.in_fp32(fp32), self._kept(), self._stage(window):
-            losses = self._rehearsal.run(window)
-            parameters = [p for group in self.bench.shield.groups() for p in group]
+            micros = [replace(m, batch=take(m.batch, samples, num)) for m in pending.microbatches]
+            pending = replace(pending, microbatches=micros)
+        with self.in_fp32(fp32), self._kept(), self._stage(pending):
+            losses = self._dry_run.run(pending)
+            parameters = [p for group in self.parts.skippable.groups() for p in group]
             grads = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
             if not all(look(loss).is_finite for loss in losses):
                 return False
-            scaler = self.bench.scaler  # gradients may overflow by their scale alone, and it will come down
+            scaler = self.parts.scaler  # gradients may overflow by their scale alone, and it will come down
             is_scaled = scaler is not None and scaler.scale.item() > scaler.floor
             return is_scaled or not nonfinite_names(grads)
 
     @contextlib.contextmanager
     def in_fp32(self, names: Sequence[str] | None) -> Iterator[None]:
         """Modules in fp32; the whole step, with autocast and loss scale off, for ``[""]``."""
-        bench = self.bench
+        parts = self.parts
         if names is None:
             yield
             return
         whole = "" in names
-        precision, scaler = bench.precision, bench.scaler
-        kept = bench.islands.keep(*(name for name in names if name not in bench.islands.names))
+        precision, scaler = parts.precision, parts.scaler
+        kept = parts.islands.keep(*(name for name in names if name not in parts.islands.names))
         try:
             if whole:
-                bench.precision, bench.scaler = Precision.resolve("fp32", bench.device), None
-                window_modes = [micro.autocast for micro in self.window.microbatches]
-                for micro in self.window.microbatches:
+                parts.precision, parts.scaler = Precision.resolve("fp32", parts.device), None
+                window_modes = [micro.autocast for micro in self.pending.microbatches]
+                for micro in self.pending.microbatches:
                     micro.autocast = (False, micro.autocast[1])
             yield
         finally:
             if whole:
-                bench.precision, bench.scaler = precision, scaler
-                for micro, mode in zip(self.window.microbatches, window_modes, strict=True):
+                parts.precision, parts.scaler = precision, scaler
+                for micro, mode in zip(self.pending.microbatches, window_modes, strict=True):
                     micro.autocast = mode
             if kept:
-                bench.islands.release(*kept)
+                parts.islands.release(*kept)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
@@ -199,7 +199,7 @@ class Replay:
             _write_back(saved)
 
     @contextlib.contextmanager
-    def _stage(self, window: Window) -> Iterator[None]:
+    def _stage(self, pending: PendingStep) -> Iterator[None]:
         states = [(generator, generator.get_state()) for generator in self._generators]
         leaves = [t for t in (*self.inventory.parameters().values(), *self._data.values()) if t.is_leaf]
         grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
@@ -208,7 +208,7 @@ class Replay:
         try:
             for leaf, _ in grads:  # also of what no optimizer has: a backward pass would add to it
                 leaf.grad = None
-            with self._rehearsal.stage(window, alone=True):
+            with self._dry_run.stage(pending, alone=True):
                 yield
         finally:
             self.seconds_of_last = time.monotonic() - began
@@ -234,10 +234,10 @@ def _write_back(saved: dict[str, tuple[Tensor, Tensor]]) -> None:
         tensor.copy_(copy)
 
 
-def _data(window: Window) -> Iterator[tuple[str, Tensor]]:
+def _data(pending: PendingStep) -> Iterator[tuple[str, Tensor]]:
     """The tensors that the step was given, by name."""
-    for place, micro in enumerate(window.microbatches):
-        yield from named_tensors(micro.batch, "batch" if len(window.microbatches) == 1 else f"microbatches[{place}]")
+    for place, micro in enumerate(pending.microbatches):
+        yield from named_tensors(micro.batch, "batch" if len(pending.microbatches) == 1 else f"microbatches[{place}]")
 
 
 def _can_be_written_to(tensor: Tensor) -> bool:

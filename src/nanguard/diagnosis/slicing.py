@@ -8,7 +8,7 @@ import linecache
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from nanguard.diagnosis.record import Source
+from nanguard.records.diagnosis import Source
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 

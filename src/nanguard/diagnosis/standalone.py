@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanguard.assembly import assemble
-from nanguard.bench import Bench
-from nanguard.diagnosis.doctor import Doctor
 from nanguard.diagnosis.exam import Past
-from nanguard.diagnosis.record import Diagnosis
+from nanguard.diagnosis.examiner import Examiner
 from nanguard.errors import ProtocolError
-from nanguard.naming import unwrapped
-from nanguard.policy import Policy
-from nanguard.precision import LossScale
-from nanguard.recovery.rehearsal import Rehearsal, apart
-from nanguard.window import LossFn, Microbatch, Window
+from nanguard.policy.policy import Policy
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.state.names import unwrapped
+from nanguard.step.assembly import assemble
+from nanguard.step.dry_run import DryRun, apart
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LossFn, Microbatch, PendingStep
+from nanguard.step.precision import LossScale
 
 
 def diagnose(
@@ -48,18 +48,18 @@ def diagnose(
     if depth not in ("full", "brief"):
         raise ValueError(f"depth must be 'full' or 'brief', got {depth!r}")
     inner = unwrapped(model)
-    bench = _bench(inner, optimizer, precision, loss_scale)
-    window = Window(0, 0, None, True, 1)
-    window.training = [(module, module.training) for module in bench.modules]
+    parts = _parts(inner, optimizer, precision, loss_scale)
+    pending = PendingStep(0, 0, None, True, 1)
+    pending.training = [(module, module.training) for module in parts.modules]
     own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
     micro = Microbatch(own, batch, None, reduce_gradients=True)
-    bench.note_world(micro, 0)
-    window.microbatches.append(micro)
+    parts.note_world(micro, 0)
+    pending.microbatches.append(micro)
     grads = [(p, p.grad) for p in model.parameters()]
     try:
         with apart(model, alone=True):
-            diagnosis = Doctor(bench, Rehearsal(bench)).examine(
-                window, None, Past(), lambda _: depth == "full", update=optimizer is not None
+            diagnosis = Examiner(parts, DryRun(parts)).examine(
+                pending, None, Past(), lambda _: depth == "full", update=optimizer is not None
             )
     finally:
         for param, grad in grads:
@@ -73,7 +73,7 @@ def diagnose(
     return diagnosis
 
 
-def _bench(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> Bench:
+def _parts(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> StepParts:
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:

@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_look, look
-from nanguard.diagnosis.modules import Modules
 from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
 from nanguard.diagnosis.provenance import BATCH, OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
-from nanguard.diagnosis.source import Site, find_site
+from nanguard.source.frames import Site, find_site
+from nanguard.source.modules import Modules
 
 log = logging.getLogger("nanguard")
 
@@ -331,10 +331,10 @@ def forward_op(node: Any) -> str:
     name = str(node.name() if callable(getattr(node, "name", None)) else type(node).__name__)
     base = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward").removesuffix("Backwards")
     out = ""
-    for place, letter in enumerate(base):
-        if letter.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
+    for place, readback in enumerate(base):
+        if readback.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
             out += "_"
-        out += letter.lower()
+        out += readback.lower()
     return out.strip("_")
 
 

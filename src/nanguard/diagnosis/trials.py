@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from nanguard.diagnosis.batches import num_samples
-from nanguard.diagnosis.record import Diagnosis, Trial
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import Run
+from nanguard.records.diagnosis import Diagnosis, Trial
+from nanguard.state.batches import num_samples
 
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
@@ -44,10 +44,10 @@ class Trials:
     # ---- precision -----------------------------------------------------------------------------------------------
 
     def _precision(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
-        bench = self._replay.bench
-        halves = any(p.element_size() < 4 for p in bench.model.parameters() if p.is_floating_point())
+        parts = self._replay.parts
+        halves = any(p.element_size() < 4 for p in parts.model.parameters() if p.is_floating_point())
         runs_low = (
-            bench.precision.dtype is not None or halves or any(m.autocast[0] for m in self._replay.window.microbatches)
+            parts.precision.dtype is not None or halves or any(m.autocast[0] for m in self._replay.pending.microbatches)
         )
         fix, helps = diagnosis.fix, diagnosis.remedies
         is_computed = diagnosis.phase in ("forward", "backward")
@@ -99,7 +99,7 @@ class Trials:
 
     def _suspects(self, diagnosis: Diagnosis, run: Run) -> list[str]:
         """The module of the birth and those around it, then the modules of other births."""
-        islands, names = self._replay.bench.islands, list[str]()
+        islands, names = self._replay.parts.islands, list[str]()
         births = [event.note.module for event in run.trace.events if event.kind == "birth"]
         for module in [diagnosis.module, *births]:
             while module:
@@ -113,7 +113,7 @@ class Trials:
         return names
 
     def _all_called(self, run: Run) -> list[str]:
-        islands = self._replay.bench.islands
+        islands = self._replay.parts.islands
         called = dict.fromkeys(note.module for note in run.trace.notes if note.phase == "forward" and note.module)
         return [name for name in called if islands.can_keep(name) and name not in islands.names]
 
@@ -121,7 +121,7 @@ class Trials:
 
     def _samples(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
         """Which samples of the batch alone bring it about."""
-        micros = self._replay.window.microbatches
+        micros = self._replay.pending.microbatches
         num = num_samples(micros[0].batch) if len(micros) == 1 else None
         if num is None or num < 2 or diagnosis.phase in ("parameter", "optimizer"):
             return diagnosis

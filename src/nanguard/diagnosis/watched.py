@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nanguard.bench import Bench
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Event, Note
-from nanguard.diagnosis.source import Place
 from nanguard.diagnosis.trace import Trace
-from nanguard.recovery.evidence import nonfinite_names
+from nanguard.source.frames import Place
+from nanguard.step.evidence import nonfinite_names
+from nanguard.step.parts import StepParts
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class Run:
         if not look(loss).is_finite:
             self.found, self.ends = "loss", self.trace.events_of(loss)
 
-    def look_at_gradients(self, inventory: Inventory, bench: Bench) -> None:
+    def look_at_gradients(self, inventory: Inventory, parts: StepParts) -> None:
         """Of what an optimizer owns."""
-        owned = {id(p) for group in bench.shield.groups() for p in group}
+        owned = {id(p) for group in parts.skippable.groups() for p in group}
         grads = {n: p.grad for n, p in inventory.parameters().items() if p.grad is not None and id(p) in owned}
         bad = nonfinite_names(grads)
         if bad:

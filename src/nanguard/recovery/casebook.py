@@ -6,66 +6,70 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanguard.bench import Bench
-from nanguard.diagnosis.clinic import Clinic
 from nanguard.diagnosis.exam import Past
-from nanguard.diagnosis.record import Diagnosis, Fix
 from nanguard.diagnosis.remedies import REMEDIES
-from nanguard.incident.bundle import Bundles, Kept
-from nanguard.incident.files import as_seen
-from nanguard.records import Outcome, Reading
-from nanguard.snapshot.keeper import Keeper
-from nanguard.window import Window
+from nanguard.diagnosis.scheduler import DiagnosisScheduler
+from nanguard.incidents.bundle import Bundles, Kept
+from nanguard.incidents.files import as_seen
+from nanguard.records.diagnosis import Diagnosis, Fix
+from nanguard.records.steps import Outcome, Reading
+from nanguard.state.snapshots.ring import SnapshotRing
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
 
 
 class Casebook:
     """``bundles`` is there where bad steps are kept on disk, ``keeper`` where snapshots are taken."""
 
-    def __init__(self, bench: Bench, clinic: Clinic, keeper: Keeper | None, bundles: Bundles | None) -> None:
-        self._bench, self._clinic, self._keeper, self._bundles = bench, clinic, keeper, bundles
+    def __init__(
+        self, parts: StepParts, examinations: DiagnosisScheduler, ring: SnapshotRing | None, bundles: Bundles | None
+    ) -> None:
+        self._parts, self._examinations, self._ring, self._bundles = parts, examinations, ring, bundles
 
-    def examine(self, window: Window, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
+    def examine(self, pending: PendingStep, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
         """Where it came from and why; the same on all ranks. What the run ends with is not taken for a repeat."""
-        keeper = self._keeper
+        ring = self._ring
         past = Past(
-            readings=tuple(self._bench.journal.recent),
-            older_weights=None if keeper is None else keeper.weights_of_oldest,
-            oldest_step=keeper.steps[0] if keeper is not None and keeper.steps else None,
+            readings=tuple(self._parts.journal.recent),
+            older_weights=None if ring is None else ring.weights_of_oldest,
+            oldest_step=ring.steps[0] if ring is not None and ring.steps else None,
         )
-        diagnosis = self._clinic.examine(window, reading, past, update="update" in reading.found, is_last=is_last)
+        diagnosis = self._examinations.examine(
+            pending, reading, past, update="update" in reading.found, is_last=is_last
+        )
         return _of_damage(diagnosis, reading) if diagnosis is not None and reading.damaged else diagnosis
 
     def gather(
-        self, window: Window, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
+        self, pending: PendingStep, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
     ) -> Kept | None:
         """What a bundle is to hold, as it is now; on the ranks that saw the fault. None if enough of them are kept."""
-        bench, ranks = self._bench, [flags.rank for flags in reading.ranks]
-        if self._bundles is None or bench.ranks.rank not in (ranks or [0]):
+        parts, ranks = self._parts, [flags.rank for flags in reading.ranks]
+        if self._bundles is None or parts.ranks.rank not in (ranks or [0]):
             return None
         kept = self._bundles.gather(
             diagnosis,
-            window,
-            bench.journal.recent,
-            bench.model,
-            precision=bench.precision.name,
-            kept_fp32=bench.islands.names,
+            pending,
+            parts.journal.recent,
+            parts.model,
+            precision=parts.precision.name,
+            kept_fp32=parts.islands.names,
             found=reading.found,
             in_any_case=is_last,
         )
-        bench.journal.num_not_kept = self._bundles.num_left_out
+        parts.journal.num_not_kept = self._bundles.num_left_out
         return kept
 
     def write(self, outcome: Outcome, kept: Kept | None) -> str:
         """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""
         if self._bundles is None or kept is None:
             return ""
-        path = self._bundles.write(self._bench.journal.next_number, outcome, kept)
+        path = self._bundles.write(self._parts.journal.next_number, outcome, kept)
         return "" if path is None else as_seen(path)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C, or an exit, came while the step was examined."""
-        return self._clinic.interrupt is not None
+        return self._examinations.interrupt is not None
 
     @contextlib.contextmanager
     def letting_interrupts_out(self) -> Iterator[None]:
@@ -73,7 +77,7 @@ class Casebook:
         try:
             yield
         finally:
-            interrupt, self._clinic.interrupt = self._clinic.interrupt, None
+            interrupt, self._examinations.interrupt = self._examinations.interrupt, None
             if interrupt is not None:
                 raise interrupt
 

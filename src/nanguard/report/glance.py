@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-from nanguard.printable import printable
-from nanguard.report.diagnosis import CAUSES
+from nanguard.records.diagnosis_text import CAUSES
+from nanguard.records.printable import printable
 from nanguard.report.repeats import likeness, refused_at_end
-from nanguard.runs import Event, IncidentRecord, Run, StepRecord
+from nanguard.runlog.reader import Event, IncidentRecord, Run, StepRecord
 
 State = Literal["running", "silent", "gone", "halted", "ended"]
 """``silent``: nothing was written for much longer than usual. ``gone``: and the process that wrote it is no more."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nanguard.report.diagnosis import CAUSES
-from nanguard.report.html.markup import Child, tag
-from nanguard.report.notebook import QUIET, box, table
-from nanguard.report.panel import headline
+from nanguard.records.diagnosis_text import CAUSES
+from nanguard.records.markup import Child, tag
+from nanguard.records.notebook import QUIET, box, table
+from nanguard.records.panel import headline
 
 if TYPE_CHECKING:
-    from nanguard.diagnosis.record import Diagnosis
     from nanguard.guard import Guard
-    from nanguard.records import Incident
+    from nanguard.records.diagnosis import Diagnosis
+    from nanguard.records.steps import Incident
 
 _MOST_INCIDENTS, _MOST_MODULES = 5, 8
 

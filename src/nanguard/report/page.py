@@ -15,15 +15,15 @@ from pathlib import Path
 
 import nanguard
 from nanguard.errors import ReportError, RunLogError
+from nanguard.records.markup import Child, Markup, embedded, tag
 from nanguard.report.html import kinds, prose
 from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
-from nanguard.report.html.markup import Child, Markup, embedded, tag
 from nanguard.report.html.series import curves_of
 from nanguard.report.html.story import Story, stories_of
 from nanguard.report.html.table import values_table
 from nanguard.report.html.where import environment
-from nanguard.runs import Run, read_run
+from nanguard.runlog.reader import Run, read_run
 
 _SCRIPTS = ("curves.js", "timeline.js", "trails.js", "page.js")
 _SECTIONS = (

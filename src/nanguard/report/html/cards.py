@@ -6,18 +6,18 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanguard.report.diagnosis import CAUSES, facts, format_name, how_found
+from nanguard.records.diagnosis_text import CAUSES, facts, format_name, how_found
+from nanguard.records.markup import Child, Markup, tag
+from nanguard.records.panel import headline, rows
 from nanguard.report.html.excerpt import excerpt
 from nanguard.report.html.kinds import glyph, kind_of
-from nanguard.report.html.markup import Child, Markup, tag
 from nanguard.report.html.prose import counted, fault_in_words, number, place_in_words
 from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, Fault, Story, kept_in
-from nanguard.report.panel import headline, rows
 
 if TYPE_CHECKING:
-    from nanguard.diagnosis.record import Diagnosis, Fix, Link, Stretch
-    from nanguard.incident.reader import Bundle
-    from nanguard.runs import IncidentRecord
+    from nanguard.incidents.reader import Bundle
+    from nanguard.records.diagnosis import Diagnosis, Fix, Link, Stretch
+    from nanguard.runlog.reader import IncidentRecord
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 _SURE = {

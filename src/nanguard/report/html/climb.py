@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
 
-from nanguard.ladder import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip, in_words
-from nanguard.records import span_in_words
-from nanguard.report.html.markup import Child, Markup, tag
+from nanguard.policy.rungs import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip, in_words
+from nanguard.records.markup import Child, Markup, tag
+from nanguard.records.steps import span_in_words
 from nanguard.report.html.prose import counted
 
 if TYPE_CHECKING:

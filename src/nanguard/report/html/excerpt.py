@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanguard.diagnosis.record import Source
+    from nanguard.records.diagnosis import Source
 
 _AROUND = 3
 _LARGEST = 8 << 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanguard.report.html.markup import Markup, tag
-from nanguard.report.panel import headline
+from nanguard.records.markup import Markup, tag
+from nanguard.records.panel import headline
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Story
-    from nanguard.runs import Event, IncidentRecord
+    from nanguard.runlog.reader import Event, IncidentRecord
 
 MOST_EVENTS = 500
 """Of those that are no incidents, how many are listed one by one."""

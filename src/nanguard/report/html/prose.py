@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nanguard.report.diagnosis import CAUSES
-from nanguard.report.html.markup import Child, tag
-from nanguard.report.panel import headline
-from nanguard.runlog import plain
+from nanguard.records.diagnosis_text import CAUSES
+from nanguard.records.markup import Child, tag
+from nanguard.records.panel import headline
+from nanguard.runlog.writer import plain
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Fault, Figures, Story

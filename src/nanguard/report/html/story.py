@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanguard.errors import BundleError
-from nanguard.incident.reader import Bundle, load
-from nanguard.rebuild import built
-from nanguard.records import Outcome
+from nanguard.incidents.reader import Bundle, load
+from nanguard.records.rebuild import built
+from nanguard.records.steps import Outcome
 from nanguard.report.repeats import Refused, likeness, refused_at_end
-from nanguard.runs import IncidentRecord
+from nanguard.runlog.reader import IncidentRecord
 
 if TYPE_CHECKING:
-    from nanguard.runs import Event, Run
+    from nanguard.runlog.reader import Event, Run
 
 MOST_IN_FULL = 60
 """Faults of a run that are shown in full, with what their folders hold."""

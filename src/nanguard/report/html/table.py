@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nanguard.report.html.markup import Markup, tag
+from nanguard.records.markup import Markup, tag
 from nanguard.report.html.prose import number
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Story
-    from nanguard.runs import StepRecord
+    from nanguard.runlog.reader import StepRecord
 
 _MOST_ROWS, _MOST_COLUMNS = 60, 4
 

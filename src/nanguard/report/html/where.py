@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanguard.report.html.markup import Markup, tag
+from nanguard.records.markup import Markup, tag
 from nanguard.report.html.prose import counted
 
 if TYPE_CHECKING:

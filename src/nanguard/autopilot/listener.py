@@ -1,0 +1,99 @@
+"""Hears when the program calls the modules it trains. Nothing is put into them: they can be saved as ever."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from nanguard import _compat
+from nanguard.state.names import unwrapped
+from nanguard.step.calls import Call, CallRecorder
+
+
+class CallListener:
+    """The outermost modules, and below one that is never called itself those inside it.
+
+    ``begins`` is called before such a call with the identity of the outermost module, ``opens`` gives the list that
+    calls are noted in, None where they are not.
+    """
+
+    def __init__(
+        self, begins: Callable[[int], None], opens: Callable[[], list[Call] | None], recorder: CallRecorder
+    ) -> None:
+        self._begins, self._opens, self._recorder = begins, opens, recorder
+        self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._heard: set[int] = set()
+        self._wrapped: dict[type[nn.Module], Any] = {}
+        self._is_inside = False
+
+    def listen(self, modules: Iterable[nn.Module], root: int | None = None) -> None:
+        """``root`` is the identity of the outermost module that they are inside of."""
+        for module in modules:
+            key = id(module)
+            self._listed[key] = weakref.ref(module, self._forgetting(key)), key if root is None else root
+            self._wrap(type(module))
+
+    def _forgetting(self, key: int) -> Callable[[Any], None]:
+        listed, heard = self._listed, self._heard
+
+        def forget(_: Any) -> None:
+            listed.pop(key, None)
+            heard.discard(key)
+
+        return forget
+
+    def listen_closer(self) -> None:
+        """To the children of modules that have never been called: a program may use their parts alone."""
+        for key, (ref, root) in list(self._listed.items()):
+            module = ref()
+            children = [] if module is None or key in self._heard else list(module.children())
+            if children:
+                del self._listed[key]
+                self.listen(children, root)
+
+    def hang_up(self) -> None:
+        for kind, original in self._wrapped.items():
+            if original is None:
+                del kind.__call__
+            else:
+                kind.__call__ = original  # type: ignore[method-assign]
+        self._wrapped.clear()
+        self._listed.clear()
+
+    def _wrap(self, kind: type[nn.Module]) -> None:
+        if kind in self._wrapped:
+            return
+        own = self._wrapped[kind] = vars(kind).get("__call__")
+
+        def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """As it is at the time: others, torch.fx among them, put their own in the place of what is inherited."""
+            inherited: Any = super(kind, module)
+            return inherited.__call__(*args, **kwargs) if own is None else own(module, *args, **kwargs)
+
+        @functools.wraps(kind.__call__)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Asked first: a compiled or traced program must not depend on what we listen to.
+            if _compat.is_recording() or self._is_inside or id(module) not in self._listed:
+                return original(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._hear(original, module, args, kwargs)
+            finally:
+                self._is_inside = False
+
+        kind.__call__ = call  # type: ignore[method-assign]
+
+    def _hear(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._begins(self._listed[id(module)][1])
+        self._heard.add(id(module))
+        self._recorder.enter(module, args, kwargs)
+        output = original(module, *args, **kwargs)
+        self._recorder.leave(module, args, output)
+        calls = self._opens()
+        if calls:
+            calls[-1].module = unwrapped(module)
+        return output

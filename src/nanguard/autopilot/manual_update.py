@@ -1,0 +1,74 @@
+"""Programs that update their tensors themselves, without an optimizer: ``w -= lr * w.grad``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from nanguard.hosted.step import HostedStep
+
+
+class ManualUpdate:
+    """An optimizer that does nothing, for tensors that the program updates. ``expect`` says which they are now."""
+
+    def __init__(self) -> None:
+        self.optimizer: Optimizer = _ByHand([torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)])
+        self.hosted: HostedStep | None = None
+
+    def expect(self, leaves: list[Tensor]) -> None:
+        if leaves:
+            self.optimizer.param_groups[0]["params"] = leaves
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        leaves: list[Tensor] = self.optimizer.param_groups[0]["params"]
+        return leaves
+
+    def clear_gradients(self) -> None:
+        """So that an update by them changes nothing."""
+        for param in self.optimizer.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad = torch.zeros_like(param.grad)
+
+
+class _ByHand(Optimizer):
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """The program does it."""
+
+
+@contextlib.contextmanager
+def holding(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Tensors with these gradients, as if a backward pass had left them there."""
+    before = [(leaf, leaf.grad) for leaf, _ in pairs]
+    for leaf, grad in pairs:
+        leaf.grad = grad.detach()
+    try:
+        yield
+    finally:
+        for leaf, old in before:
+            leaf.grad = old
+
+
+def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose ``grad`` a backward pass of these will fill."""
+    todo: list[Any] = [loss.grad_fn for loss in losses]
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":  # a Function of the program's may have a variable too
+            found[id(node.variable)] = node.variable
+        todo.extend(following for following, _ in node.next_functions)
+    return list(found.values())

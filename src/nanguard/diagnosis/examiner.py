@@ -1,0 +1,178 @@
+"""Examines a failing step: replays it, finds the birth, names the cause, and tries what would have helped.
+
+Called with the world as the failing step found it; leaves it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from nanguard import _compat
+from nanguard.diagnosis import authorship, blame
+from nanguard.diagnosis.exam import Exam, Past, device_name, link_of, links_of, parameters_in
+from nanguard.diagnosis.op_faults import of_birth
+from nanguard.diagnosis.process import as_a_process
+from nanguard.diagnosis.provenance import Note
+from nanguard.diagnosis.remedies import REMEDIES
+from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.state_faults import of_stranger
+from nanguard.diagnosis.trace import Trace
+from nanguard.diagnosis.trials import Trials
+from nanguard.diagnosis.watched import Run
+from nanguard.records.diagnosis import Diagnosis, Fix, Source, Trial
+from nanguard.records.steps import Reading
+from nanguard.source.frames import source_of
+from nanguard.step.dry_run import DryRun
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
+
+_BUDGET = 40.0
+"""How many times the time of one replay all experiments together may take."""
+
+_BACKWARD_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
+_FORWARD_HOOKS = ("register_forward_hook", "register_forward_pre_hook")
+
+
+class Examiner:
+    """For one guarded run."""
+
+    def __init__(self, parts: StepParts, dry_run: DryRun) -> None:
+        self._parts, self._dry_run = parts, dry_run
+
+    def examine(
+        self,
+        pending: PendingStep,
+        reading: Reading | None,
+        past: Past,
+        is_deep: Callable[[Diagnosis], bool],
+        *,
+        update: bool = False,
+    ) -> Diagnosis | None:
+        """``reading`` is what was measured of the step, None where nothing was. Waits for the device.
+
+        Experiments are made where ``is_deep`` says so of what the trace has found. With ``update`` the optimizers'
+        update is traced too. None where all is finite and nothing was measured before that was not.
+        """
+        replay = Replay(self._parts, self._dry_run, pending)
+        run = replay.watched(update=update)
+        if reading is not None and reading.damaged:
+            run = _before_the_damage(replay, past) or run
+        exam = Exam(self._parts, pending, run, past, replay)
+        if not run.is_finite:
+            diagnosis = self.read(exam)
+            if is_deep(diagnosis):
+                diagnosis = replace(Trials(replay, _BUDGET).made(diagnosis, run), depth="full")
+        elif reading is not None:
+            diagnosis = self._of_what_does_not_repeat(exam, replay, reading)
+        else:
+            return None
+        diagnosis = replace(diagnosis, num_replays=replay.num, seconds=round(replay.seconds, 3), capture="step")
+        return self.located(diagnosis, exam, reading)
+
+    def examine_update(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
+        """Of a step whose gradients are still there; None where the optimizers make nothing non-finite of them."""
+        replay = Replay(self._parts, self._dry_run, pending)
+        run = replay.watched_update()
+        if run.is_finite:
+            return None
+        exam = Exam(self._parts, pending, run, past, None)
+        diagnosis = self.located(self.read(exam), exam, reading)
+        return replace(diagnosis, num_replays=1, seconds=round(replay.seconds, 3), capture="update")
+
+    def read(self, exam: Exam) -> Diagnosis:
+        """What a trace says, without any experiment but that of older weights."""
+        finding = blame.find(exam.run.trace, exam.run.ends)
+        if finding is None:
+            return Diagnosis(phase="forward", cause="unknown", because="it showed, but no op was seen to make it")
+        diagnosis = of_stranger(exam, finding)
+        if diagnosis is None:
+            diagnosis = as_a_process(exam, of_birth(exam, finding), finding.event)
+        remedy = REMEDIES[diagnosis.cause]
+        return replace(
+            diagnosis,
+            chain=links_of(finding.chain),
+            harmless=tuple(link_of(event) for event in finding.harmless),
+            trail=exam.trail(),
+            fix=Fix(words=remedy.words),
+            remedies=remedy.helps,
+        )
+
+    def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:
+        """With step, batch, rank and device."""
+        pending, parts = exam.pending, self._parts
+        return replace(
+            diagnosis,
+            step=pending.step if reading is None else reading.step,
+            epoch=pending.epoch,
+            batch=pending.batch,
+            microbatch=exam.run.microbatch if len(pending.microbatches) > 1 else None,
+            rank=parts.ranks.rank,
+            device=device_name(parts.device),
+        )
+
+    # ---- what does not repeat ------------------------------------------------------------------------------------
+
+    def _of_what_does_not_repeat(self, exam: Exam, replay: Replay, reading: Reading) -> Diagnosis:
+        """Two clean replays: not the program, but hardware, a race, or a hook that is no part of the graph."""
+        again = replay.is_finite()
+        in_backward = "loss" not in reading.found
+        module, note = _last_used(exam.run.trace, reading.gradients) if in_backward else ("", None)
+        hook = _line_of_a_hook(exam, in_backward=in_backward)
+        hooked = _compat.hooked_modules(exam.inventory.model, backward=in_backward)
+        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is no op
+            module = hooked[0]
+            note = _last_op_of(exam.run.trace, module) or note
+        where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.device)}"
+        remedy = REMEDIES["nondeterministic_hardware_fault"]
+        return Diagnosis(
+            phase="optimizer" if "update" in reading.found else "backward" if in_backward else "forward",
+            cause="nondeterministic_hardware_fault",
+            op="" if note is None else note.name,
+            module=module,
+            source=hook or (None if note is None else source_of(note.place)),
+            because=f"with the same data and random states it is finite {1 + again} times in a row ({where})",
+            evidence=() if hook is None else (f"a hook of the program runs there, set at {hook}",),
+            tried=(
+                Trial(what="the same step again, watched", result="finite"),
+                Trial(what="the same step once more", result="finite" if again else "non-finite"),
+            ),
+            fix=Fix(words=remedy.words),
+            remedies=remedy.helps,
+            confidence="likely" if again else "guess",
+            repeats=False,
+            depth="full",
+            notes=("a program that draws from generators torch does not know of would look the same",),
+        )
+
+
+def _before_the_damage(replay: Replay, past: Past) -> Run | None:
+    """The step on weights that were still good; None where there are none, or the step does no harm to them."""
+    if past.older_weights is None:
+        return None
+    with past.older_weights() as there_are:
+        run = replay.watched() if there_are else None
+    return None if run is None or run.is_finite else run
+
+
+def _last_op_of(trace: Trace, module: str) -> Note | None:
+    return next((note for note in reversed(trace.notes) if note.module == module and note.phase == "forward"), None)
+
+
+def _line_of_a_hook(exam: Exam, *, in_backward: bool) -> Source | None:
+    """Where the program hooks into the pass: seen in this step, or found in its source."""
+    if exam.run.hooks and in_backward:
+        return source_of(exam.run.hooks[0][0])
+    names = _BACKWARD_HOOKS if in_backward else _FORWARD_HOOKS
+    lines = (authorship.line_that_calls(name, exam.files()) for name in names)
+    return next(filter(None, lines), None)
+
+
+def _last_used(trace: Trace, names: Sequence[str]) -> tuple[str, Note | None]:
+    """Of some parameters, the one that the forward pass uses last, which backward reaches first: its module and op."""
+    best: tuple[str, Note | None] = (names[0].rpartition(".")[0] if names else "", None)
+    for note in trace.notes:
+        if note.phase == "forward" and note.op not in ("to_copy", "clone"):
+            for name in parameters_in(note):
+                best = (name.rpartition(".")[0], note) if name in names else best
+    return best

@@ -1,0 +1,122 @@
+"""A diagnosis of an op that gave birth to a non-finite value, in the forward or backward pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nanguard.diagnosis.blame import Finding
+from nanguard.diagnosis.causes import Case, name_cause
+from nanguard.diagnosis.exam import Exam, operands_of, plain_dtype, size_of
+from nanguard.diagnosis.provenance import PARAMETER, Event, Note
+from nanguard.records.diagnosis import Cause, Diagnosis, Phase
+from nanguard.source.frames import source_of
+
+_LARGEST_FP16 = 65504.0
+_JUMP = 64.0
+"""By how much an op must make gradients grow to be blamed for it."""
+
+
+def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
+    """Cause, op, module and line of a birth."""
+    run, event, note = exam.run, finding.event, finding.event.note
+    cause, because = name_cause(Case(run.trace, finding))
+    phase: Phase = "backward" if finding.discarded else note.phase
+    if run.found == "buffers":
+        phase, cause, because = "buffer", "buffer_corrupted", f"written into {run.names[0]}: {because}"
+    diagnosis = Diagnosis(
+        phase=phase,
+        cause=cause,
+        op=_op(exam, note, event),
+        module=_module(exam, note),
+        source=source_of(note.place),
+        dtype=plain_dtype(note.dtype),
+        shape=note.shape,
+        because=because,
+        operands=operands_of(event),
+        element=event.evidence.element,
+        samples=exam.samples_of(event),
+        confidence="guess" if cause == "unknown" else "likely",
+    )
+    return _upstream(exam, diagnosis, event)
+
+
+def _op(exam: Exam, note: Note, event: Event) -> str:
+    """A constant that torch's own code brings along belongs to the op that the line calls: logdet has its own NaN."""
+    if event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
+        near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
+        return near[0] if near else note.name
+    return note.name
+
+
+def _module(exam: Exam, note: Note) -> str:
+    """A hook that the program has put on a gradient belongs to the module that put it there."""
+    homes = {module for _, module in exam.run.hooks}
+    return homes.pop() if note.in_user_code and not note.is_custom and len(homes) == 1 else note.module
+
+
+# ---- the executing line is innocent ----------------------------------------------------------------------------------
+
+
+def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
+    """Where a gradient overflows fp16, what made it so large is to blame, not the op that could not hold it."""
+    if diagnosis.cause != "overflow_fp16" or diagnosis.phase != "backward":
+        return diagnosis
+    scaler = exam.parts.scaler
+    scale = 1.0 if scaler is None else scaler.scale.item()
+    if scale > 1 and event.evidence.wide_reach / scale <= _LARGEST_FP16:
+        because = f"the loss is multiplied by {scale:g}, and a gradient of it exceeds 65504, where fp16 ends"
+        return replace(diagnosis, cause="loss_scale_overflow", because=because)
+    blamed = _largest_jump(event) or _unnormalised_sum(exam.run.loss)
+    if blamed is None:
+        return diagnosis
+    source = source_of(blamed.place)
+    cause: Cause = "overflow_fp16"
+    if blamed.node == "mul" and math.prod(blamed.shape) == 1:
+        factor = max(map(abs, blamed.scalars), default=size_of(blamed))
+        cause = "loss_scale_overflow"
+        because = f"the loss is multiplied by {factor:g} before its gradients are taken in fp16"
+    elif blamed.phase == "backward":
+        grew = f"from {size_of(_gradient_into(blamed) or blamed):.3g} to {size_of(blamed):.3g}"
+        because = f"{diagnosis.because}; the derivative of {blamed.name} at {source} makes gradients grow {grew}"
+    else:
+        because = f"the loss is a sum over {math.prod(_input_shape(blamed))} elements, not a mean; {diagnosis.because}"
+    return replace(diagnosis, cause=cause, source=source, module=blamed.module, because=because)
+
+
+def _largest_jump(event: Event) -> Note | None:
+    """On the way of a gradient from the loss to where it overflowed: the op that made it grow most, if one did.
+
+    None where that is the op of the birth itself. Products of matrices sum over many entries and are no jumps.
+    """
+    note: Note | None = event.note
+    best: tuple[float, Note] | None = None
+    while note is not None and (before := _gradient_into(note)) is not None:
+        size = event.evidence.wide_reach if note is event.note else size_of(note)
+        jump = size / max(size_of(before), 1e-30)
+        if note.op not in ("mm", "bmm", "addmm", "convolution_backward") and (best is None or jump > best[0]):
+            best = jump, note
+        note = before
+    return best[1] if best is not None and best[0] >= _JUMP and best[1].place and best[1] is not event.note else None
+
+
+def _gradient_into(note: Note) -> Note | None:
+    """The gradient that an op of the backward pass was given."""
+    return next((p for p in note.parents if isinstance(p, Note) and p.phase == "backward"), None)
+
+
+def _unnormalised_sum(loss: Note | None) -> Note | None:
+    """On the way from the loss to what it is made of: a sum that is no mean."""
+    note = loss
+    for _ in range(12):
+        if note is None or note.op == "mean" or (note.op == "div" and max(map(abs, note.scalars), default=2.0) > 1):
+            return None
+        sums = note.op.endswith(("_loss", "_loss_forward", "_with_logits")) and 2.0 in note.scalars
+        if sums or (note.op == "sum" and math.prod(_input_shape(note)) > 1):
+            return note
+        note = next((p for p in note.parents if isinstance(p, Note) and p.roots & PARAMETER), None)
+    return None
+
+
+def _input_shape(note: Note) -> tuple[int, ...]:
+    return next((p.shape for p in note.parents if isinstance(p, Note)), ())

@@ -1,0 +1,262 @@
+"""When to examine a step, how deeply, and by what was captured of it: the guard's side of diagnosis.
+
+A fault in the diagnosis itself is logged and never stops a run that is safe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from nanguard.diagnosis import graph_probe as autopsy
+from nanguard.diagnosis.exam import Exam, Past
+from nanguard.diagnosis.examiner import Examiner
+from nanguard.diagnosis.live import Live
+from nanguard.diagnosis.search import BURST, SHARE
+from nanguard.records.diagnosis import Diagnosis, Fix
+from nanguard.records.steps import Reading
+from nanguard.source.frames import source_of
+from nanguard.step.dry_run import DryRun
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import Microbatch, PendingStep
+
+log = logging.getLogger("nanguard")
+
+How = Literal["auto", "full", "brief", "off"]
+Kind = tuple[str, ...]
+
+_SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
+_GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
+
+_MOST_REPEATS = 8
+"""After so many examinations that all ended alike, the next ones are taken for the same, as long as the same shows."""
+
+_LOOK_AGAIN_EVERY = 20
+"""Of those, one in so many is examined all the same: another fault may look alike."""
+
+_LONGEST_PAUSE = 1
+"""After more steps than that without an incident the next one is looked at again: it may be another fault."""
+
+
+class DiagnosisScheduler:
+    """``"auto"`` examines the first step of a kind fully and repeats briefly; the others do as they say."""
+
+    def __init__(self, parts: StepParts, dry_run: DryRun, how: How) -> None:
+        self._parts, self._how = parts, how
+        self._doctor = Examiner(parts, dry_run)
+        self.live = Live(parts)
+        self.advice = ""
+        """What to do to have more found out, where the step cannot be handed over."""
+        self._seen: Counter[Kind] = Counter()
+        self._modules: dict[Kind, tuple[str, ...]] = {}
+        self._traced: dict[tuple[str, ...], Diagnosis] = {}
+        """What traced steps have told, by where it showed."""
+        self._last: Diagnosis | None = None
+        self.interrupt: KeyboardInterrupt | SystemExit | None = None
+        self._in_a_row = 0
+        self._num_taken = 0
+        self._showed: tuple[int, tuple[str, ...]] = (0, ())
+
+    def examine(
+        self, pending: PendingStep, reading: Reading, past: Past, *, update: bool = False, is_last: bool = False
+    ) -> Diagnosis | None:
+        """Called with the world as the failing step found it. None where nothing could be found out or nobody asked.
+
+        A step that is the run's last one (``is_last``) is not taken for a repeat of those before it.
+        """
+        if self._how == "off":
+            return None
+        if not self._is_alike(reading):
+            self._in_a_row = 0
+        taken = self._how == "auto" and not is_last and self._last is not None and self._takes_for_the_same()
+        if taken and self._last is not None:
+            note = f"not examined: the {self._in_a_row} before it all ended alike"
+            return _taken_for(self._last, reading, note)
+        diagnosis = None
+        if self._is_concerned(reading):
+            try:
+                diagnosis = self._by_what_was_captured(pending, reading, past, update)
+            except Exception:
+                log.warning("step %d could not be examined", reading.step, exc_info=True)
+            except (KeyboardInterrupt, SystemExit) as interrupt:  # raised again when the step has been counted
+                self.interrupt = interrupt
+        diagnosis = self._shared(diagnosis)
+        if diagnosis is not None:
+            diagnosis = self._with_known_modules(diagnosis)
+            self._remember(diagnosis)
+        return diagnosis
+
+    def _with_known_modules(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Those that helped when a step of this kind was examined fully, where this one was not."""
+        known = self._modules.get(_kind(diagnosis), ())
+        if diagnosis.modules_to_keep or diagnosis.depth == "full" or not known:
+            return diagnosis
+        return replace(diagnosis, modules_to_keep=known)
+
+    def _takes_for_the_same(self) -> bool:
+        self._num_taken = self._num_taken + 1 if self._in_a_row >= _MOST_REPEATS else 0
+        return self._num_taken % _LOOK_AGAIN_EVERY > 0
+
+    def _is_alike(self, reading: Reading) -> bool:
+        """Whether the same showed as the last time, and not long ago; the same answer on all ranks."""
+        (step, found), self._showed = self._showed, (reading.step, reading.found)
+        return found == reading.found and abs(reading.step - step) <= _LONGEST_PAUSE
+
+    def _is_concerned(self, reading: Reading) -> bool:
+        """Whether this rank saw something of its own; where nobody knows, all of them look."""
+        ranks = [flags.rank for flags in reading.ranks]
+        return not ranks or self._parts.ranks.rank in ranks
+
+    def _shared(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
+        """That of the first rank that has one: all ranks go by the same."""
+        if self._parts.ranks.size == 1:
+            return diagnosis
+        source, text = self._parts.ranks.share("" if diagnosis is None else diagnosis.as_json())
+        if source == self._parts.ranks.rank:
+            return diagnosis
+        return Diagnosis.from_dict(json.loads(text)) if text else None
+
+    def _by_what_was_captured(
+        self, pending: PendingStep, reading: Reading, past: Past, update: bool
+    ) -> Diagnosis | None:
+        """The whole step where the guard ran it; else as it was traced live; else the model from its inputs."""
+        if self._parts.ranks.has_others and any(isinstance(m, nn.SyncBatchNorm) for m in self._parts.modules):
+            return None  # its forward pass waits for the other ranks, which may not be looking
+        if pending.rerunnable and pending.microbatches:
+            return self._doctor.examine(pending, reading, past, self._is_deep, update=update)
+        if pending.live is not None and not pending.live.is_finite:
+            if reading.found not in self._traced:
+                self.live.search.found()
+            exam = Exam(self._parts, pending, pending.live, past, None)
+            traced = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+            self._traced[reading.found] = traced
+            return traced
+        diagnosis = self._doctor.examine_update(pending, reading, past) if update else None
+        if diagnosis is not None:
+            return diagnosis
+        if pending.calls:
+            try:
+                diagnosis = self._of_calls(pending, reading, past)
+            except Exception as error:
+                log.info("the model could not be called again as in step %d: %s", reading.step, error)
+        if diagnosis is None or diagnosis.cause == "unknown":
+            told = None if pending.graph_finding is None else self._by_its_graph(pending, reading, past)
+            return self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
+        return diagnosis
+
+    def _by_its_graph(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
+        diagnosis = autopsy.read(pending.graph_finding, self._parts, self._doctor, pending, reading, past)
+        return None if diagnosis.cause == "unknown" else diagnosis
+
+    def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
+        """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
+        known = self._traced.get(reading.found)
+        if known is not None:
+            return _taken_for(known, reading, f"not traced: taken for the same as in step {known.step:,}")
+        if not self.live.is_allowed or self.live.is_always:
+            return diagnosis
+        if not self.live.arm((*reading.found, *_kind(diagnosis)), reading.step):
+            return replace(diagnosis, notes=(*diagnosis.notes, _GIVEN_UP))
+        fix = Fix(words=self.advice) if self.advice and diagnosis.cause == "unknown" else diagnosis.fix
+        return replace(diagnosis, notes=(*diagnosis.notes, _SEARCHES), fix=fix)
+
+    def _of_calls(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
+        """The model from its captured inputs, with the gradient that reached its output."""
+        micros = [
+            Microbatch(_call_again, call, call.rng, reduce_gradients=False, autocast=call.autocast)
+            for call in pending.calls
+            if call.gradients  # one that gave nothing to differentiate has no part in the loss
+        ]
+        if not micros:
+            return None
+        if reading.damaged:  # the captured gradients are those of the damage: with older weights they would mislead
+            past = replace(past, older_weights=None)
+        again = replace(pending, rerunnable=True, divisor=1, microbatches=micros)
+        scaler, self._parts.scaler = self._parts.scaler, None  # the captured gradients are scaled already
+        try:
+            diagnosis = self._doctor.examine(again, reading, past, self._is_deep)
+        finally:
+            self._parts.scaler = scaler
+        if diagnosis is None:
+            return None
+        from_outside = diagnosis.phase == "data" and ".gradients" in diagnosis.because
+        if not diagnosis.repeats or from_outside:
+            missed = any(call.misses_gradients for call in pending.calls)
+            return _of_code_around(diagnosis, missed=missed, gradient_is_bad=from_outside)
+        is_each_a_microbatch = len(pending.calls) == len(pending.losses)
+        microbatch = diagnosis.microbatch if is_each_a_microbatch else None
+        call = micros[diagnosis.microbatch or 0].batch
+        source = diagnosis.source or source_of(call.place)  # a model of torch's own modules has no line but its call
+        return replace(diagnosis, capture="module", microbatch=microbatch, source=source)
+
+    def _is_deep(self, diagnosis: Diagnosis) -> bool:
+        """Whether to go on from what the trace says to experiments."""
+        return self._how == "full" or (self._how == "auto" and not self._seen[_kind(diagnosis)])
+
+    def _remember(self, diagnosis: Diagnosis) -> None:
+        kind = _kind(diagnosis)
+        same = self._last is not None and _kind(self._last) == kind
+        self._in_a_row = self._in_a_row + 1 if same else 1
+        self._seen[kind] += 1
+        if diagnosis.modules_to_keep:
+            self._modules[kind] = diagnosis.modules_to_keep
+        self._last = diagnosis
+
+
+def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
+    """What was found before, without what holds of that step alone."""
+    because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
+    guess = replace(known, because=because, confidence="guess", notes=(note,), evidence=(), operands=())
+    guess = replace(guess, samples=(), element=None, chain=(), harmless=(), trail=(), tried=())
+    return replace(guess, step=reading.step, epoch=reading.epoch, batch=reading.batch)
+
+
+def _kind(diagnosis: Diagnosis) -> Kind:
+    return diagnosis.phase, diagnosis.cause, diagnosis.op, diagnosis.module
+
+
+def _call_again(model: Any, call: Any) -> Tensor:
+    loss: Tensor = call.again(model)
+    return loss
+
+
+def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool) -> Diagnosis:
+    """The model itself is finite on what it was given: the fault is in the code around it."""
+    if gradient_is_bad:
+        because = "the gradient that reaches the model's output is non-finite already: it is born in the loss"
+    elif missed:
+        because = "the model's forward pass is finite; the gradient of its output was too large to be kept"
+    else:
+        because = "the model is finite on what it was given, forward and backward: it is born in the code around it"
+    return Diagnosis(
+        phase="backward" if gradient_is_bad else diagnosis.phase,
+        cause="unknown",
+        because=because,
+        tried=diagnosis.tried,
+        fix=Fix(words="hand the loss over too, guard.step(loss_fn, batch), to have it found"),
+        capture="module",
+        step=diagnosis.step,
+        epoch=diagnosis.epoch,
+        batch=diagnosis.batch,
+        rank=diagnosis.rank,
+        device=diagnosis.device,
+        num_replays=diagnosis.num_replays,
+        seconds=diagnosis.seconds,
+    )
+
+
+def _of_nothing(reading: Reading) -> Diagnosis:
+    return Diagnosis(
+        phase="forward" if "loss" in reading.found else "backward",
+        cause="unknown",
+        because="nothing of this step was captured that could be run again",
+        fix=Fix(words="call the model inside `with guard.autocast():`, or use guard.step(loss_fn, batch)"),
+        step=reading.step,
+        epoch=reading.epoch,
+        batch=reading.batch,
+    )

@@ -1,0 +1,269 @@
+"""Faults that no op of the forward or backward pass is guilty of: bad data, corrupted state, a wrong optimizer."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import torch
+
+from nanguard.diagnosis import authorship
+from nanguard.diagnosis.blame import Finding
+from nanguard.diagnosis.causes import Case, name_cause
+from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
+from nanguard.diagnosis.provenance import OTHER, Event, Leaf, Note
+from nanguard.records.diagnosis import Cause, Diagnosis, Source
+from nanguard.source.frames import source_of, user_files
+from nanguard.state.batches import named_tensors, num_samples
+
+_CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
+
+
+def of_stranger(exam: Exam, finding: Finding) -> Diagnosis | None:
+    """None where an op is to blame."""
+    if exam.run.found == "update":
+        return _of_update(exam, _first_in_backward(exam, finding))
+    if finding.event.kind == "outside":
+        return _of_outside(exam, finding)
+    write = _write_on_the_way(finding)
+    return None if write is None else _of_write(exam, finding, write)
+
+
+# ---- what was there before the step ----------------------------------------------------------------------------------
+
+
+def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
+    event = finding.event
+    kind, _, name = event.origin.partition(" ")
+    user = _first_use(exam, finding)
+    diagnosis = Diagnosis(
+        phase="data",
+        cause="input_nonfinite",
+        op=user.name if user else "",
+        module=user.module if user else "",
+        source=source_of(user.place) if user else None,
+        dtype=plain_dtype(event.note.dtype),
+        shape=event.note.shape,
+        confidence="certain",
+    )
+    if kind == "parameter":
+        return _of_parameter(exam, diagnosis, name)
+    if kind == "buffer":
+        owner, line = _set_at(exam, name)
+        because = f"buffer {name} holds NaN or Inf before the step"
+        return replace(
+            diagnosis,
+            phase="buffer",
+            cause="buffer_corrupted",
+            module=owner,
+            source=line or diagnosis.source,
+            is_line_traced=line is None,
+            because=because,
+        )
+    if kind == "state":
+        because = f"{name} is non-finite before the step"
+        return replace(diagnosis, phase="optimizer", cause="optimizer_state_corrupted", because=because)
+    where, samples = _where_in_batch(exam, event.origin)
+    users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
+    line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files(), not_in=users)
+    line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
+    return replace(
+        diagnosis,
+        source=line or diagnosis.source,
+        is_line_traced=line is None,
+        samples=samples,
+        because=f"{event.origin} holds {where}",
+        confidence="guess" if event.note.roots & OTHER else "certain",  # who made it was not seen
+        evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
+    )
+
+
+def _first_use(exam: Exam, finding: Finding) -> Note | None:
+    """The first op that used what came from outside, but for casts and copies."""
+    line = {id(finding.event)}
+    for event in exam.run.trace.events:
+        if event is not finding.event and any(id(parent) in line for parent in event.parents):
+            line.add(id(event))
+            if event.note.op not in _CARRIES:
+                return event.note
+    return finding.chain[1].note if len(finding.chain) > 1 else None
+
+
+def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
+    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory."""
+    bad = ~torch.isfinite(exam.inventory.parameters()[name].detach())
+    rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.ndim else bad.new_zeros(0, dtype=torch.long)
+    span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
+    whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
+    owner, line = _set_at(exam, name, span)
+    text = "" if line is None else line.text
+    is_garbage = "empty" in text or "memory" in text or (bad.ndim > 1 and not whole_rows and int(bad.sum()) > 1)
+    share = f"{int(bad.sum()):,} of {bad.numel():,} elements" + (", whole rows" if whole_rows else "")
+    return replace(
+        diagnosis,
+        phase="parameter",
+        cause="uninitialized_memory" if is_garbage else "parameter_corrupted",
+        module=owner,
+        source=line or diagnosis.source,
+        is_line_traced=line is None,
+        because=f"parameter {name} was non-finite before the step: {share}",
+        confidence="likely",
+    )
+
+
+def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
+    """Finite, and far beyond what any initialisation or training gives."""
+    owner, line = _set_at(exam, name)
+    because = f"parameter {name} holds values of {size:.3g}, and no training has made them"
+    return Diagnosis(
+        phase="parameter",
+        cause="uninitialized_memory",
+        module=owner,
+        source=line,
+        is_line_traced=False,
+        because=because,
+        confidence="likely",
+    )
+
+
+def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> tuple[str, Source | None]:
+    """The module of a parameter or buffer, and the line that gives it its values, if one is found."""
+    owner, _, attribute = name.rpartition(".")
+    module = exam.inventory.module(owner)
+    line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
+    return owner, line
+
+
+def _where_in_batch(exam: Exam, origin: str) -> tuple[str, tuple[int, ...]]:
+    """What a tensor of the batch holds and where, and which samples that concerns."""
+    micros, place = exam.pending.microbatches, exam.run.microbatch
+    batch = micros[place].batch if micros else None
+    prefix = "batch" if len(micros) == 1 else f"microbatches[{place}]"
+    tensor = dict(named_tensors(batch, prefix)).get(origin)
+    if tensor is None:
+        return "NaN or Inf", ()
+    bad = ~torch.isfinite(tensor)
+    kind = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
+    at = f" at {bad.nonzero()[0].tolist()}" if bad.ndim else ""
+    more = f" and {int(bad.sum()) - 1:,} more" if int(bad.sum()) > 1 else ""
+    rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.ndim else []
+    is_samples = bad.ndim > 0 and num_samples(batch) == bad.shape[0]
+    return f"{kind}{at}{more}", tuple(rows[:64]) if is_samples else ()
+
+
+def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
+    """What the program calls a tensor of the batch: keys, or the name it is unpacked to; its place, and of how many."""
+    names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
+    places = re.findall(r"\[(\d+)\]", origin)
+    if places and not names and exam.pending.microbatches:
+        loss_fn = exam.pending.microbatches[exam.run.microbatch].loss_fn
+        names += authorship.names_in_unpacking(loss_fn, int(places[0]))
+    batch = exam.pending.microbatches[exam.run.microbatch].batch if exam.pending.microbatches else None
+    if isinstance(batch, (list, tuple)) and len(places) == 1:
+        return names, int(places[0]), len(batch)
+    return names, None, 0
+
+
+# ---- what the program writes during the step -------------------------------------------------------------------------
+
+
+def _write_on_the_way(finding: Finding) -> Event | None:
+    """The first event of the forward pass, from the birth on, that wrote into a parameter or optimizer state."""
+    for event in finding.chain:
+        if event.note.phase == "forward" and event.wrote.startswith(("parameter ", "state ")):
+            return event
+    return None
+
+
+def _of_write(exam: Exam, finding: Finding, write: Event) -> Diagnosis:
+    note, (kind, _, name) = finding.event.note, write.wrote.partition(" ")
+    is_computed = finding.event.kind in ("birth", "turned")
+    why = name_cause(Case(exam.run.trace, finding))[1] if is_computed else "a constant"
+    return Diagnosis(
+        phase="parameter" if kind == "parameter" else "optimizer",
+        cause="parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted",
+        op=note.op,
+        module=name.rpartition(".")[0],
+        source=source_of(note.place),
+        dtype=plain_dtype(note.dtype),
+        shape=note.shape,
+        because=f"the program itself writes a non-finite value into {name} during the step: {why}",
+        operands=operands_of(finding.event),
+        confidence="certain",
+    )
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
+    """Finite gradients, and an optimizer that makes something else of them."""
+    event, note, run = finding.event, finding.event.note, exam.run
+    name = note.owner or run.names[0].rpartition(" ")[2]
+    optimizer = exam.inventory.optimizer_of(name)
+    cause, because = _cause_of_update(exam, finding)
+    source, evidence, is_traced = source_of(note.place), tuple[str, ...](), True
+    kind = type(optimizer).__name__
+    line = _line_of_state(exam, event, name) if cause == "optimizer_state_corrupted" else None
+    rate = next((float(g["lr"]) for g in optimizer.param_groups if not math.isfinite(float(g.get("lr", 0)))), None)
+    if rate is not None:
+        cause, because = "zero_over_zero" if math.isnan(rate) else "div_by_zero", f"the learning rate is {rate}"
+    if line is not None:
+        source, evidence = line, (f"the program sets it itself, at {line}",)
+    elif note.place is None or note.place[0] not in user_files([type(optimizer)]):  # inside torch.optim
+        options = [key for key, value in optimizer.defaults.items() if value]
+        made = authorship.line_that_makes(kind, exam.files(optimizer), options)
+        source, is_traced = made or source, made is None
+        evidence = (f"it runs inside {kind}.step, of an optimizer made at {source}",)
+    return Diagnosis(
+        phase="optimizer",
+        cause=cause,
+        op=note.op or (user.op if (user := _first_use(exam, finding)) else ""),
+        module=name.rpartition(".")[0],
+        source=source,
+        is_line_traced=is_traced,
+        dtype=plain_dtype(note.dtype),
+        shape=note.shape,
+        because=f"{kind} makes a non-finite update of a finite gradient of {name}: {because}",
+        evidence=evidence,
+        operands=operands_of(event),
+        element=event.evidence.element,
+        confidence="likely",
+    )
+
+
+def _cause_of_update(exam: Exam, finding: Finding) -> tuple[Cause, str]:
+    if finding.event.kind == "outside":
+        name = finding.event.origin.partition(" ")[2]
+        return "optimizer_state_corrupted", f"{name} is non-finite before the update"
+    return name_cause(Case(exam.run.trace, finding))
+
+
+def _line_of_state(exam: Exam, event: Event, name: str) -> Source | None:
+    """Where the program writes to the optimizer's state itself: seen in this step, or found in its source."""
+    for wrote, note in exam.run.trace.writes.items():
+        if wrote.startswith("state ") and wrote.endswith(f" of {name}"):
+            return source_of(note.place)
+    names, waiting = [event.origin], list(event.note.parents)
+    for _ in range(8):
+        names += [each.name for each in waiting if isinstance(each, Leaf)]
+        waiting = [parent for each in waiting if isinstance(each, Note) for parent in each.parents]
+    keys = [each.partition(" ")[2].partition(" of ")[0] for each in names if each.startswith("state ")]
+    return authorship.line_that_sets_entry(keys[0], exam.files()) if keys else None
+
+
+def _first_in_backward(exam: Exam, finding: Finding) -> Finding:
+    """Of several parameters that one line of the optimizer fails for, the one that backward reaches first.
+
+    What made its gradient so special comes before what made those of the others.
+    """
+    trace, event = exam.run.trace, finding.event
+    same_line = (event.kind, event.note.op, event.note.place)
+    alike = [e for e in trace.events if (e.kind, e.note.op, e.note.place) == same_line]
+    owners = {e.note.owner: e for e in reversed(alike) if e.note.owner}
+    if len(owners) < 2 or event.note.owner not in owners:
+        return finding
+    order = [name for note in trace.notes if note.phase == "forward" for name in parameters_in(note)]
+    last = max(owners, key=lambda name: len(order) - order[::-1].index(name) if name in order else -1)
+    return replace(finding, event=owners[last])

@@ -1,0 +1,1 @@
+"""The guarded step for loops that nanguard does not own."""

@@ -1,0 +1,63 @@
+"""An optimizer whose ``step()`` the program calls: it is let through, or it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nanguard.step.optimizers import SkippableOptimizers
+
+Step = Callable[[], Any]
+
+
+class ProgramOptimizers(SkippableOptimizers):
+    """For one call of ``step()`` at a time. The program clears its gradients itself, and may look at them before."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__([optimizer])
+        self._call: Step | None = None
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+        self.result: Any = None
+        self.was_called = False
+
+    def take(self, step: Step | None) -> None:
+        """The call that waits to be let through; None where the program itself has decided to skip."""
+        self._call, self.result, self.was_called = step, None, False
+        self._grads = [(param, param.grad) for group in self.groups() for param in group]
+
+    def _step(self, optimizer: Optimizer) -> None:
+        if self._call is not None:
+            self.was_called = True
+            self.result = self._call()
+
+    def end_step(self) -> None:
+        """Gradients are the program's to clear."""
+
+    def give_back(self) -> None:
+        """After a step that was refused, gradients as the program left them."""
+        if not self.was_called:
+            for param, grad in self._grads:
+                if param.grad is not grad:
+                    param.grad = grad
+        self._grads = []
+
+
+class Once:
+    """A call of the program's, whether it was made, and what became of it."""
+
+    def __init__(self, call: Step | None) -> None:
+        self._call = call
+        self.is_called = self.has_raised = False
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        self.is_called = True
+        try:
+            self.result = None if self._call is None else self._call()
+        except BaseException:
+            self.has_raised = True
+            raise
+        return self.result

@@ -1,0 +1,51 @@
+"""How a program is guarded from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from nanguard.policy.policy import Policy
+from nanguard.policy.rungs import Halt, RaisePrecision, Rollback, Skip
+from nanguard.runlog.writer import RunFolder
+
+if TYPE_CHECKING:  # without torch: the program imports it when it likes
+    from nanguard.diagnosis.scheduler import How
+    from nanguard.incidents.bundle import Capture
+
+
+def patient_policy() -> Policy:
+    """Bad steps are skipped as long as the run makes progress; damage is rolled back.
+
+    It halts only if nothing can be learned any more: see ``Policy.max_consecutive_skips`` and ``max_skipped_share``.
+
+    Where modules are known to be finite in fp32, and the program's autocast has them overflow again and again, they are
+    kept in fp32. A finite loss that leaves its past is nobody's business here: a GAN's does so every day.
+    """
+    undo = Rollback(when="damage", times=20, per=1000)
+    raised = RaisePrecision("module", times=4, retry_after=5000)
+    return Policy([undo, Skip(times=3, per=100), raised, Skip(times=None), Halt()], divergence=None, max_norm=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """``trace`` follows every op from the first step on, at many times the cost of a step."""
+
+    policy: Policy = field(default_factory=patient_policy)
+    max_norm: float | None = None
+    run_dir: RunFolder | None = None
+    trace: bool = False
+    sync: Literal["auto", "eager", "late"] = "auto"
+    diagnose: How = "auto"
+    capture: Capture = "batch"
+    script: str = ""
+    argv: tuple[str, ...] = ()
+
+    def for_one_rank_alone(self) -> Settings:
+        """For a rank that others train with who are not guarded: nothing that would make its weights differ.
+
+        The host decides before each step, since only non-finite gradients count.
+        """
+        rungs = tuple(rung for rung in self.policy.ladder if isinstance(rung, (Skip, Halt)))
+        policy = replace(self.policy, ladder=rungs or (Halt(),), divergence=None, max_norm=None)
+        return replace(self, policy=policy, max_norm=None, sync="eager")

@@ -1,0 +1,116 @@
+"""What the optimizers of a program train: outermost modules and bare tensors, by the names the program gives them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nanguard.state.names import unwrapped
+from nanguard.step.optimizers import SkippableOptimizers
+
+
+class TrainedModules(nn.Module):
+    """Several modules, and tensors in no module, that are trained together. Never called, and nobody's parent."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._modules.update(modules)
+        self._parameters.update(tensors)  # type: ignore[arg-type]
+
+    def take(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
+        """Other tensors in the place of those in no module; new ones for all, in the same order, keep the old names."""
+        inside = {id(param) for module in self.children() for param in module.parameters()}
+        bare = [tensor for tensor in tensors if id(tensor) not in inside]
+        before = [(name, tensor) for name, tensor in self._parameters.items() if tensor is not None]
+        if [t.shape for t in bare] == [t.shape for _, t in before]:
+            kept = {id(new): name for new, (name, _) in zip(bare, before, strict=True)}
+            names = {**kept, **names}
+        self._parameters.clear()
+        self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
+
+
+def names_inside(model: nn.Module) -> dict[int, str]:
+    """By identity, of the parts of a crew."""
+    if not isinstance(model, TrainedModules):
+        return {}
+    parts = [*model.named_children(), *model._parameters.items()]
+    return {id(part): name for name, part in parts if name.isidentifier()}
+
+
+def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
+    wanted = {id(tensor) for tensor in tensors}
+    living = [each for each in modules if type(each) is not TrainedModules]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in living:
+        for child in vars(module).get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    found: dict[int, nn.Module] = {}
+    for module in living:
+        if any(id(param) in wanted for param in vars(module).get("_parameters", {}).values()):
+            for root in _roots(module, parents, set()):
+                found[id(root)] = root
+    return list(found.values())
+
+
+def without_copies(roots: list[nn.Module], used: Container[int]) -> list[nn.Module]:
+    """Leaves out what ``torch.jit`` made of modules that are themselves ``used``, by identity: they share parameters.
+
+    Torch keeps a module alive of which it has made a scripted one, so that it is there says nothing.
+    """
+    plain = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
+    owned = {id(param) for root in plain if id(root) in used for param in root.parameters()}
+    copies = [root for root in roots if isinstance(root, torch.jit.ScriptModule)]
+    return plain + [copy for copy in copies if any(id(param) not in owned for param in copy.parameters())]
+
+
+def has_guard(optimizer: Optimizer) -> bool:
+    """Whether a ``Guard`` of the program's drives it."""
+    if "nanguard.guard" not in sys.modules:
+        return False
+    shields = (each for each in gc.get_objects() if type(each) is SkippableOptimizers)
+    return any(each is optimizer for skippable in shields for each in skippable.optimizers)
+
+
+def trained_modules_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:
+    """One module that holds them all: the program's own where there is one alone, as it is called in the program."""
+    inside = [unwrapped(root) for root in roots]
+    known = {id(param) for module in inside for param in module.parameters()}
+    bare = [tensor for tensor in tensors if id(tensor) not in known]
+    if len(inside) == 1 and not bare:
+        return inside[0]
+    called = _distinct((names.get(id(r)) or names.get(id(m)) or type(m).__name__.lower() for r, m in _both(roots)), "")
+    return TrainedModules(dict(zip(called, inside, strict=True)), _named(bare, names))
+
+
+def _named(tensors: list[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
+    return dict(zip(_distinct((names.get(id(t), "") for t in tensors), "params"), tensors, strict=True))
+
+
+def _roots(module: nn.Module, parents: Mapping[int, list[nn.Module]], seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    above = parents.get(id(module), [])
+    if not above:
+        yield module
+    for parent in above:
+        yield from _roots(parent, parents, seen)
+
+
+def _both(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    return ((root, unwrapped(root)) for root in roots)
+
+
+def _distinct(names: Iterable[str], otherwise: str) -> list[str]:
+    """Without dots, which part the names of modules, and without doubles."""
+    taken: list[str] = []
+    for place, name in enumerate(names):
+        plain = name.replace(".", "_") or f"{otherwise}[{place}]"
+        taken.append(plain if plain not in taken else f"{plain}_{place}")
+    return taken

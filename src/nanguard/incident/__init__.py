@@ -1,1 +1,0 @@
-"""What is kept of a failing step on disk, and how it is read, explained and run again."""

@@ -1,0 +1,1 @@
+"""Bad steps on disk."""

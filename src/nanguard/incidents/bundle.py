@@ -1,0 +1,372 @@
+"""Keeps failing steps on disk: ``run_dir/incidents/0001/``, whole or not at all, and never in the way of training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.incidents.budget import Budget
+from nanguard.incidents.environment import environment
+from nanguard.incidents.files import Draft, tree_of_rng
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.steps import Outcome, Reading
+from nanguard.runlog.writer import RunFolder
+from nanguard.state.batches import named_tensors, num_samples, take
+from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.snapshots.files import sync
+
+if TYPE_CHECKING:
+    from nanguard.step.pending import Microbatch, PendingStep
+
+log = logging.getLogger("nanguard")
+
+Capture = Literal["none", "meta", "batch", "full"]
+"""``none``: nothing. ``meta``: what happened, and no data. ``batch``: the data and random states of the step too.
+``full``: also the weights, as the step found them."""
+
+BATCH_LIMIT = 256 << 20
+WEIGHTS_LIMIT = 1 << 30
+SAMPLES_LIMIT = 16 << 20
+"""Bytes. What is over is left out, and ``incident.json`` says so."""
+
+MOST = 100
+"""How many bundles a run has; after it the first of a kind is still written, without data, up to twice as many."""
+
+TOTAL_LIMIT = 2 << 30
+"""Bytes of all bundles of a run together. Data that are over it are left out."""
+
+_MOST_SAMPLES, _MOST_TENSORS, _MOST_READINGS = 8, 64, 64
+_DAY_S = 86_400.0
+_NAME = re.compile(r"([0-9]{4,})(?:-rank([0-9]+))?")
+_PASSING = re.compile(r"writing-[0-9]+-[0-9a-f]{8}")
+
+
+def folders(run_dir: str | Path) -> list[Path]:
+    """The incidents of a run, in order: those of ``run_dir/incidents``, by name alone. None where there is no such."""
+    found = []
+    for path in _entries(Path(run_dir) / "incidents"):
+        if match := _NAME.fullmatch(path.name):
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for _, _, path in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is to be written of a step when it is known what became of it."""
+
+    draft: Draft
+    facts: dict[str, Any]
+
+
+class Bundles:
+    """Those of one run, written by one rank. An existing ``run_dir`` goes on with the next free number.
+
+    ``rank`` 0 writes ``incidents/0001``, another ``incidents/0001-rank3``: each rank keeps its own data. Nothing is
+    written, not even a folder, before there is an incident.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | RunFolder,
+        capture: Capture = "batch",
+        *,
+        precision: str = "fp32",
+        rank: int = 0,
+        world_size: int = 1,
+        batch_limit: int = BATCH_LIMIT,
+        weights_limit: int = WEIGHTS_LIMIT,
+        total_limit: int = TOTAL_LIMIT,
+        most: int = MOST,
+    ) -> None:
+        if capture not in get_args(Capture):
+            raise ValueError(f"capture must be one of {', '.join(map(repr, get_args(Capture)))}, got {capture!r}")
+        limits = {"batch_limit": batch_limit, "weights_limit": weights_limit, "total_limit": total_limit, "most": most}
+        for name, value in limits.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
+        self._run_dir = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir)
+        self.capture = capture
+        self._precision, self._rank, self._world_size = precision, rank, world_size
+        self._batch_limit, self._weights_limit, self._most = batch_limit, weights_limit, most
+        self._budget = Budget(lambda: folders(self._run_dir.path), most=most, size_limit=total_limit)
+
+    @property
+    def num_left_out(self) -> int:
+        """Incidents that were not written, since enough of their kind, or enough in all, are there."""
+        return self._budget.num_left_out
+
+    @property
+    def folder(self) -> Path:
+        """Of all incidents; of a run that is not written to yet it may get another name."""
+        return self._run_dir.path / "incidents"
+
+    def keep(
+        self,
+        number: int,
+        *,
+        outcome: Outcome,
+        pending: PendingStep | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        precision: str | None = None,
+        kept_fp32: Sequence[str] = (),
+    ) -> Path | None:
+        """Writes one incident and returns its folder; None where it was not to be written, or could not.
+
+        Call it with the world as the failing step found it. ``number`` is that of the incident in its run; the folder
+        has the next one that is free. ``precision`` is what the step ran in, where that is no longer what the run began
+        with; ``kept_fp32`` are the modules that ran in fp32. Waits for the device. Never raises for what goes wrong: a
+        full disk, a batch that cannot be read; that is a warning.
+        """
+        kept = self.gather(
+            outcome.diagnosis,
+            pending,
+            history,
+            model,
+            precision=precision,
+            kept_fp32=kept_fp32,
+            found=outcome.verdict.reading.found,
+        )
+        return None if kept is None else self.write(number, outcome, kept)
+
+    def gather(
+        self,
+        diagnosis: Diagnosis | None,
+        pending: PendingStep | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        *,
+        precision: str | None = None,
+        kept_fp32: Sequence[str] = (),
+        found: Sequence[str] = (),
+        in_any_case: bool = False,
+    ) -> Kept | None:
+        """The first half of ``keep``: what is there now, before anything is done about the step.
+
+        None if enough of the same kind are kept, by what was ``found`` and by the diagnosis; ``in_any_case`` counts as
+        the first of a kind.
+        """
+        if self.capture == "none":
+            return None
+        try:
+            allowed = self._budget.allows(_kind(diagnosis, found), in_any_case=in_any_case)
+            if allowed == "none":
+                return None
+            self._run_dir.make()
+            capture = self.capture if allowed == "data" else "meta"
+            draft = Draft()
+            facts = self._facts(diagnosis, pending, history, model, precision, kept_fp32)
+            facts["capture"] = capture
+            facts["microbatches"] = [] if pending is None else [_described(m, capture) for m in pending.microbatches]
+            self._gather(draft, capture, diagnosis, pending, model)
+            facts["captured"] = sorted({name.partition("[")[0] for name in draft.trees})
+            return Kept(draft, facts)
+        except Exception as error:
+            self._give_up(-1 if pending is None else pending.step, error)
+            return None
+
+    def write(self, number: int, outcome: Outcome, kept: Kept) -> Path | None:
+        """The second half: onto the disk, with what became of the step."""
+        reading = outcome.verdict.reading
+        told = {
+            "number": number,
+            "step": reading.step,
+            "epoch": reading.epoch,
+            "batch": reading.batch,
+            "outcome": replace(outcome, diagnosis=None, bundle="").as_dict(),
+        }
+        try:
+            return self._write(kept.draft, {**told, **kept.facts}, max([number, *(n + 1 for n in self._numbers())]))
+        except Exception as error:
+            self._give_up(reading.step, error)
+            return None
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        # As text: whoever keeps the record would keep the error, its frames, and with them a whole batch.
+        why = f"{type(error).__name__}: {error}"
+        log.warning("step %d: the incident is not kept in %s (%s); the run goes on", step, self.folder, why)
+
+    # ---- what there is to say ------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        diagnosis: Diagnosis | None,
+        pending: PendingStep | None,
+        history: Iterable[Reading],
+        model: nn.Module,
+        precision: str | None,
+        kept_fp32: Sequence[str],
+    ) -> dict[str, Any]:
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        return {
+            "time": time.time(),
+            "diagnosis": None if diagnosis is None else diagnosis.as_dict(),
+            "environment": environment(
+                device=device,
+                precision=precision or self._precision,
+                rank=self._rank,
+                world_size=self._world_size,
+            ),
+            "history": [_brief(each) for each in list(history)[-_MOST_READINGS:]],
+            "divisor": 1 if pending is None else pending.divisor,
+            "eval_modules": _in_eval(pending, model),
+            "kept_fp32": list(kept_fp32),
+        }
+
+    def _gather(
+        self,
+        draft: Draft,
+        capture: Capture,
+        diagnosis: Diagnosis | None,
+        pending: PendingStep | None,
+        model: nn.Module,
+    ) -> None:
+        if capture == "meta":
+            draft.leave_out("data and weights", "no data are written with capture='meta'")
+            if self.capture != "meta":
+                draft.notes.append(
+                    f"capture={self.capture!r} was asked for, but {self._most} bundles hold data already"
+                )
+            return
+        room = self._budget.room()
+        if room < self._batch_limit:
+            draft.notes.append(f"{room:,} bytes were left of what all incidents of a run may take together")
+        batches = [] if pending is None else pending.batches
+        if all(batch is None for batch in batches):
+            draft.leave_out("batch", "the guard has not seen the data of the step: iterate over guard.epoch(loader)")
+        else:
+            draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, min(self._batch_limit, room))
+            self._add_samples(draft, diagnosis, batches, min(SAMPLES_LIMIT, room - draft.size))
+        states = [] if pending is None else [micro.rng for micro in pending.microbatches]
+        if not states or any(state is None for state in states):
+            draft.leave_out("rng", "the guard did not call the loss function itself")
+        else:
+            trees = {f"rng[{i}]": tree_of_rng(state) for i, state in enumerate(states) if state is not None}
+            draft.add("rng", trees, min(self._batch_limit, room - draft.size))
+        if capture == "full":
+            draft.add_named("weights", _weights(model), min(self._weights_limit, room - draft.size))
+        else:
+            draft.leave_out("weights", "they are written with capture='full' only")
+
+    def _add_samples(self, draft: Draft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
+        """The part of the batch that is to blame: small, and there where the whole is too large."""
+        if diagnosis is None or not diagnosis.samples:
+            return
+        place = diagnosis.microbatch or 0
+        batch = batches[place] if place < len(batches) else None
+        try:
+            num = num_samples(batch) or 0
+            samples = [i for i in diagnosis.samples if 0 <= i < num][:_MOST_SAMPLES]
+            some = take(batch, samples, num) if samples else None
+        except Exception as error:  # a batch may be of any class
+            draft.leave_out("samples", f"the batch cannot be cut: {type(error).__name__}: {error}")
+            return
+        if not samples:
+            return
+        draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, limit)
+
+    # ---- onto the disk -------------------------------------------------------------------------------------------
+
+    def _write(self, draft: Draft, facts: dict[str, Any], number: int) -> Path:
+        self._tidy()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            draft.write(path, facts)
+            while True:
+                final = self.folder / f"{number:04d}{f'-rank{self._rank}' if self._rank else ''}"
+                if not os.path.lexists(final):
+                    os.rename(path, final)
+                    break
+                number += 1
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        sync(self.folder)
+        return final
+
+    def _numbers(self) -> list[int]:
+        matches = (_NAME.fullmatch(path.name) for path in _entries(self.folder))
+        return [int(match[1]) for match in matches if match and int(match[2] or 0) == self._rank]
+
+    def _tidy(self) -> None:
+        """Removes what a process that died has left half; what is a day old has no owner."""
+        for path in _entries(self.folder):
+            if _PASSING.fullmatch(path.name) and time.time() - _changed(path) > _DAY_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _kind(diagnosis: Diagnosis | None, found: Sequence[str]) -> tuple[Any, ...]:
+    """What is the same for two incidents that are the same fault."""
+    if diagnosis is None:
+        return tuple(found)
+    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    return diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _described(micro: Microbatch, capture: Capture) -> dict[str, Any]:
+    """Types and shapes of the tensors of a batch, and their names where data may be written: keys may be data."""
+    enabled, dtype = micro.autocast
+    try:
+        named = list(islice(named_tensors(micro.batch), _MOST_TENSORS))
+    except Exception:  # a batch may be of any class, and may hold itself
+        log.debug("the tensors of a batch cannot be listed", exc_info=True)
+        named = []
+    tensors = [
+        {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "device": str(t.device)}
+        for name, t in named
+    ]
+    if capture == "meta":
+        tensors = [{key: value for key, value in each.items() if key != "name"} for each in tensors]
+    return {"autocast": [enabled, str(dtype).removeprefix("torch.")], "tensors": tensors}
+
+
+def _brief(reading: Reading) -> dict[str, Any]:
+    """Without what is as it usually is."""
+    usual = {f.name: f.default for f in fields(reading)}
+    return {key: value for key, value in asdict(reading).items() if value != usual[key]}
+
+
+def _in_eval(pending: PendingStep | None, model: nn.Module) -> list[str]:
+    """Names of the modules that were not in training mode when the step began."""
+    modes = {} if pending is None else {id(module): mode for module, mode in pending.training}
+    named = unwrapped(model).named_modules()
+    return [plain_name(name) for name, module in named if not modes.get(id(module), module.training)]
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return dict(_named_weights(model))
+
+
+def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    inner = unwrapped(model)
+    for named in (inner.named_parameters(), inner.named_buffers()):
+        yield from ((plain_name(name), tensor) for name, tensor in named)

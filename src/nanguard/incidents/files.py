@@ -1,0 +1,226 @@
+"""One incident on disk: a folder of ``incident.json`` and, where data were captured, ``tensors.safetensors``.
+
+``incident.json`` is for people and programs. Its ``contents`` are trees as ``trees`` writes them, and its ``tensors``
+say size, checksum and types of the other file, which any reader of safetensors can open: complex numbers are pairs in
+it, and types that safetensors does not know are bytes. Nothing in either file can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanguard.incidents.trees import flatten, restore
+from nanguard.runlog.writer import plain
+from nanguard.state.rng import RngState
+from nanguard.state.snapshots.codec import DTYPES, unfit_tensor
+from nanguard.state.snapshots.files import flush, read_tensors, sync, write_tensors
+
+SCHEMA = 1
+INCIDENT, TENSORS = "incident.json", "tensors.safetensors"
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is to be written: trees, the tensors they refer to, and what is not in it, with the reason."""
+
+    trees: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def leave_out(self, what: str, why: str) -> None:
+        self.left_out.append({"what": what, "why": why})
+
+    def add(self, what: str, trees: Mapping[str, Any], limit: int) -> None:
+        """Trees by name, all of them or none: then it is noted why. ``what`` is what they are together."""
+        data: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        notes: list[str] = []
+        size = 0
+        try:
+            for name, tree in trees.items():
+                data[name], members, told = flatten(tree, name)
+                tensors.update((f"{name}.{number}", tensor) for number, tensor in members.items())
+                notes += told
+                size += len(json.dumps(data[name], allow_nan=False))
+        except Exception as error:  # a batch may be of any class, and do anything when it is looked into
+            self.leave_out(what, f"it cannot be written: {_reason(error)}")
+            return
+        if self._fits(what, tensors, limit, size):
+            self.trees.update(data)
+            self.tensors.update(tensors)
+            self.notes += notes if what != "samples" or "batch[0]" not in self.trees else []
+
+    def add_named(self, what: str, tensors: Mapping[str, Tensor], limit: int) -> None:
+        """Copies of tensors by their own names, all of them or none."""
+        for name, tensor in tensors.items():
+            if trouble := unfit_tensor(tensor):
+                self.leave_out(what, f"{name}: {trouble} cannot be kept")
+                return
+        if self._fits(what, tensors, limit):
+            self.trees[what] = list(tensors)
+            self.tensors.update((f"{what}.{name}", _copied(tensor)) for name, tensor in tensors.items())
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def _fits(self, what: str, tensors: Mapping[str, Tensor], limit: int, size: int = 0) -> bool:
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if size > limit:
+            self.leave_out(what, f"{_in_words(size)} is over the limit of {_in_words(max(0, limit))}")
+        return size <= limit
+
+    def write(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Into ``folder``, which is new. When this returns it is on the disk. Waits for the device."""
+        folder.mkdir()
+        stored = None
+        if self.tensors:
+            entries = {name: _traits(tensor) for name, tensor in self.tensors.items()}
+            written = write_tensors(folder / TENSORS, {name: _real(tensor) for name, tensor in self.tensors.items()})
+            stored = {**written, "index": {name: {**e, **entries[name]} for name, e in written["index"].items()}}
+        document = {"schema": SCHEMA, **facts, "left_out": self.left_out, "notes": self.notes}
+        text = json.dumps({**plain(document), "contents": self.trees, "tensors": stored}, allow_nan=False, indent=1)
+        with (folder / INCIDENT).open("xb") as file:
+            file.write(text.encode("ascii"))
+            flush(file)
+        sync(folder)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _traits(tensor: Tensor) -> dict[str, Any]:
+    """What the bytes do not say; nothing where that is as usual."""
+    traits: dict[str, Any] = {}
+    if tensor.is_complex():
+        traits["complex"] = True
+    if tensor.requires_grad:
+        traits["requires_grad"] = True
+    if tensor.device.type != "cpu":
+        traits["device"] = str(tensor.device)
+    return traits
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """``incident.json``, as far as its form goes. Raises ``OSError`` or ``ValueError``."""
+    raw = path.read_bytes()
+    try:
+        document = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is torn, or no JSON that nanguard wrote ({_reason(error)})") from None
+    if not isinstance(document, dict) or "schema" not in document:
+        raise ValueError(f"{path.name} is none of nanguard's: it has no schema")
+    if document["schema"] != SCHEMA:
+        raise ValueError(
+            f"{path.name} has schema {document['schema']!r:.20}, and this nanguard reads schema {SCHEMA}: use the "
+            "nanguard that wrote it, or a newer one"
+        )
+    return document
+
+
+def check_tensors(folder: Path, stored: Any) -> None:
+    """Whether what ``incident.json`` says of the tensors can be, and their file is there in full."""
+    if stored is None:
+        return
+    if not isinstance(stored, dict) or not isinstance(stored.get("index"), dict):
+        raise ValueError(f"{INCIDENT} does not say what its tensors are")
+    sound = all(isinstance(stored.get(key), int) and stored[key] >= 0 for key in ("size", "header"))
+    if not sound or not isinstance(stored.get("tensors_sha256"), str):
+        raise ValueError(f"{INCIDENT} does not say how large {TENSORS} is")
+    for name, entry in stored["index"].items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"{INCIDENT} speaks of a tensor that cannot be: {name!r:.60}")
+        if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
+            raise ValueError(f"{INCIDENT} speaks of a type that this torch does not have: {entry.get('dtype')!r:.60}")
+    try:
+        size = os.stat(folder / TENSORS).st_size
+    except FileNotFoundError:
+        raise ValueError(f"{TENSORS} is missing") from None
+    if size != stored["size"]:
+        raise ValueError(f"{TENSORS} has {size:,} bytes instead of {stored['size']:,}: it is torn or was altered")
+
+
+def read_all(folder: Path, stored: Any, device: torch.device | None) -> dict[str, Tensor]:
+    """Every tensor, verified; those that were on an accelerator go to ``device``, if one is given."""
+    check_tensors(folder, stored)
+    if stored is None:
+        return {}
+    tensors = read_tensors(folder / TENSORS, stored)
+    for name, tensor in tensors.items():
+        traits = stored["index"][name]
+        if traits.get("complex"):
+            tensor = torch.view_as_complex(tensor)
+        if device is not None and "device" in traits:
+            tensor = tensor.to(device)
+        tensors[name] = tensor.requires_grad_() if traits.get("requires_grad") else tensor
+    return tensors
+
+
+def read_tree(contents: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> Any:
+    """One of the trees, with its tensors."""
+    prefix = f"{name}."
+    mine = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    return restore(contents[name], mine)
+
+
+def tree_of_rng(state: RngState) -> dict[str, Any]:
+    """Random states with the 625 numbers of Python's as a tensor: ``incident.json`` stays readable."""
+    told = state.as_dict()
+    if told["host"] is not None:
+        (version, numbers, gauss), numpy = told["host"]
+        told["host"] = ((version, torch.tensor(numbers, dtype=torch.int64), gauss), numpy)
+    return told
+
+
+def rng_of_tree(tree: Any) -> RngState:
+    """Raises ``ValueError`` for what ``tree_of_rng`` does not give."""
+    try:
+        host, cuda = tree["host"], tree["cuda"]
+        if host is not None:
+            (version, numbers, gauss), numpy = host
+            host = ((version, tuple(numbers.tolist()), gauss), numpy)
+        if not isinstance(tree["cpu"], Tensor) or not (
+            cuda is None or (len(cuda) == 2 and {*map(type, cuda)} == {int})
+        ):
+            raise TypeError("not a state of torch's generators")
+        return RngState(tree["cpu"], cuda, host)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not a random state that nanguard wrote ({_reason(error)})") from None
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"it holds {text}")
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size:,} bytes"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: {error}"
+
+
+def as_seen(path: Path) -> str:
+    """From where the program is now; whole where that is elsewhere."""
+    try:
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() else str(path)
+    except (OSError, ValueError):
+        return str(path)

@@ -1,0 +1,1 @@
+"""What to do about a bad step: rungs, the decision, recipes. Pure functions of records."""

@@ -1,0 +1,213 @@
+"""The rungs of the ladder: what may be done about trouble, as small frozen objects that are read in one look.
+
+Each says how often it may be used (``times``, None: always) within a span (``per``: an epoch, the run, or a number of
+steps), and which verdicts it answers. What a rung *does* is the business of ``recovery``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from nanguard.records.steps import Response, Verdict
+
+Span = Literal["epoch", "run"] | int
+"""An epoch, the run, or that many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The step has no effect. With ``when="data"`` only if it is proven that the batch is at fault.
+
+    However many times are allowed, ``Policy.max_consecutive_skips`` and ``max_skipped_share`` stop a run that makes no
+    progress.
+    """
+
+    times: int | None = 3
+    per: Span = "epoch"
+    when: Literal["any", "data"] = "any"
+
+    response: ClassVar[Response] = "skip"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+        check("when", self.when, self.when in ("any", "data"), "'any' or 'data'")
+
+    def refuses(self, verdict: Verdict) -> str:
+        if verdict.kind != "nonfinite":
+            return "a skip does not undo it"
+        is_data = verdict.cause in ("input", "batch")
+        return "" if self.when == "any" or is_data else "nothing proves that the data are at fault"
+
+
+@dataclass(frozen=True, slots=True)
+class DropBadGradients:
+    """Where the loss is finite and some gradients are not, these become None and the rest of the step is applied.
+
+    The bad parameters and their moments stay as they are. Makes the host check every step, and is ignored under fp16
+    loss scaling, where an overflow says nothing about a single parameter.
+    """
+
+    times: int | None = None
+    per: Span = "epoch"
+
+    response: ClassVar[Response] = "drop_gradients"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+
+    def refuses(self, verdict: Verdict) -> str:
+        reading = verdict.reading
+        if verdict.kind != "nonfinite" or reading.found != ("gradients",):
+            return "more than gradients is non-finite"
+        if reading.scale is not None:
+            return "gradients are scaled"
+        return "" if verdict.means.can_drop_gradients else "no gradient was left to apply"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerLR:
+    """The step is skipped and the learning rate multiplied by ``factor``, with the base of its schedule.
+
+    After ``recover_after`` steps without trouble it is what the schedule says again; None: never.
+    """
+
+    factor: float = 0.5
+    recover_after: int | None = None
+    times: int | None = 3
+    per: Span = "run"
+
+    response: ClassVar[Response] = "lower_lr"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+        check("factor", self.factor, 0 < self.factor < 1, "a number between 0 and 1")
+        check_count("recover_after", self.recover_after, optional=True)
+
+    def refuses(self, verdict: Verdict) -> str:
+        return "a smaller learning rate does not mend it" if verdict.kind == "damage" else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RaisePrecision:
+    """The step is skipped, and one module, or the whole model, runs in fp32 from now on.
+
+    ``"module"`` takes the one whose output, or gradient, went non-finite first. ``"model"`` leaves autocast and casts
+    half-precision weights and optimizer state to fp32 in place. With ``verify`` the failing step is run again first,
+    without a trace, and where it is no better the precision stays as it was and the next rung is taken. ``lr``
+    multiplies the learning rate as well. After ``retry_after`` steps without trouble the lower precision is tried again
+    (weights that were cast stay in fp32).
+    """
+
+    scope: Literal["module", "model"] = "module"
+    lr: float = 1.0
+    verify: bool = True
+    retry_after: int | None = None
+    times: int | None = 1
+    per: Span = "run"
+
+    response: ClassVar[Response] = "raise_precision"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+        check("scope", self.scope, self.scope in ("module", "model"), "'module' or 'model'")
+        check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
+        check_count("retry_after", self.retry_after, optional=True)
+
+    def refuses(self, verdict: Verdict) -> str:
+        if verdict.kind != "nonfinite":
+            return "precision does not undo it"
+        if not verdict.means.lower_precision and self.lr == 1.0:
+            return "all runs in fp32"
+        if self.verify and verdict.cause == "input":
+            return "the data hold NaN or Inf"
+        if self.scope == "module" and not verdict.means.can_run_again:
+            return "the module can be found only where guard.step ran it"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Everything is put back to the newest good snapshot at least ``steps`` old, and training goes on from there.
+
+    Each further time within the span goes one snapshot further; where none is as old, the oldest is taken. With
+    ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
+    for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
+    the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may
+    do itself. ``when="damage"`` answers nothing else either: weights, buffers or moments that are non-finite already.
+    """
+
+    steps: int = 1
+    skip_batches: int | Literal["failed"] = 0
+    lr: float = 1.0
+    raise_precision: bool = False
+    when: Literal["any", "damage"] = "any"
+    times: int | None = 3
+    per: Span = "run"
+
+    response: ClassVar[Response] = "roll_back"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+        check_count("steps", self.steps)
+        check("when", self.when, self.when in ("any", "damage"), "'any' or 'damage'")
+        if self.skip_batches != "failed":
+            is_count = type(self.skip_batches) is int and self.skip_batches >= 0
+            check("skip_batches", self.skip_batches, is_count, "a whole number, 0 or more, or 'failed'")
+        check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
+
+    def refuses(self, verdict: Verdict) -> str:
+        if (self.raise_precision or self.when == "damage") and verdict.kind != "damage":
+            return "the state is not damaged"
+        if self.raise_precision and not verdict.means.lower_precision:
+            return "all is in fp32"
+        return "" if verdict.means.snapshots else "there is no good snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Training stops with ``NonFiniteError``, nothing corrupted. What the ladder ends in, written or not."""
+
+    times: ClassVar[int | None] = None
+    per: ClassVar[Span] = "run"
+    response: ClassVar[Response] = "halt"
+
+    def refuses(self, verdict: Verdict) -> str:
+        return "the loss is finite" if verdict.kind == "divergence" and not verdict.reading.found else ""
+
+
+Rung = Skip | DropBadGradients | LowerLR | RaisePrecision | Rollback | Halt
+
+
+def check(name: str, value: object, fits: bool, accepted: str) -> None:
+    if not fits:
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def check_count(name: str, value: int | None, *, optional: bool = False) -> None:
+    fits = (optional and value is None) or (type(value) is int and value >= 1)
+    check(name, value, fits, "a whole number, 1 or more" + (", or None" if optional else ""))
+
+
+def _check_budget(times: int | None, per: Span) -> None:
+    check("times", times, times is None or (type(times) is int and times >= 0), "a whole number, 0 or more, or None")
+    fits = per in ("epoch", "run") or (type(per) is int and per >= 1)
+    check("per", per, fits, "'epoch', 'run' or a number of steps")
+
+
+def in_words(rung: Rung) -> str:
+    """The rung's name, as a person says it."""
+    if isinstance(rung, RaisePrecision):
+        return f"raise precision of {'one module' if rung.scope == 'module' else 'the model'}"
+    return {
+        Skip: "skip",
+        DropBadGradients: "drop bad gradients",
+        LowerLR: "lower the learning rate",
+        Rollback: "roll back",
+        Halt: "halt",
+    }[type(rung)]
+
+
+def largest_rollback(ladder: tuple[Rung, ...]) -> int:
+    """How many steps back the ladder may want to go; 0 where it never does."""
+    return max((rung.steps for rung in ladder if isinstance(rung, Rollback) and rung.times != 0), default=0)

@@ -1,0 +1,67 @@
+"""What became of a run, in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.diagnosis_text import CAUSES
+from nanguard.records.steps import Incident
+
+_LONG = 10
+"""So many refused steps at the end are worth a word."""
+
+
+def closing_line(
+    counts: Mapping[str, int],
+    incidents: Sequence[Incident],
+    *,
+    unsound: Sequence[str] | None,
+    refused_in_a_row: int,
+    num_not_kept: int = 0,
+) -> str:
+    """How many steps were made and not applied, and why.
+
+    ``unsound`` are names of what was not finite at the end, None if that was not looked at; ``num_not_kept`` is the
+    number of incidents that are not on disk.
+    """
+    num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
+    total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
+    told = [f"{total:,} step{'' if total == 1 else 's'}"]
+    if num_skipped:
+        told.append(f"{num_skipped:,} not applied")
+    if counts.get("backed_off"):
+        told.append(f"{counts['backed_off']:,} left out by the loss scale")
+    if counts.get("rolled_back"):
+        told.append(f"rolled back {counts['rolled_back']:,} time{'' if counts['rolled_back'] == 1 else 's'}")
+    if counts.get("halted"):
+        told.append("halted")
+    if not incidents:
+        told.append("none of them non-finite")
+    if unsound:
+        more = f" and {len(unsound) - 1} more" if len(unsound) > 1 else ""
+        told.append(f"NOT FINITE AT THE END: {unsound[0]}{more}")
+    elif unsound is not None:
+        told.append("weights and optimizer state finite")
+    if refused_in_a_row >= _LONG:
+        told.append(f"the last {refused_in_a_row:,} in a row refused: nothing was learned in them")
+    if num_not_kept:
+        told.append(f"{num_not_kept:,} of {len(incidents):,} incidents not kept on disk")
+    return ", ".join(told) + _first(incidents)
+
+
+def _first(incidents: Sequence[Incident]) -> str:
+    """The first that says where it came from."""
+    if not incidents:
+        return ""
+    known = [each for each in incidents if each.diagnosis is not None and each.diagnosis.cause != "unknown"]
+    if not known or known[0].diagnosis is None:
+        return f"; the first at step {incidents[0].reading.step:,}, its cause unknown"
+    return f"; first known at step {known[0].reading.step:,}: {_why(known[0].diagnosis)}"
+
+
+def _why(diagnosis: Diagnosis) -> str:
+    probably = "" if diagnosis.is_line_traced else "probably "
+    place = "" if diagnosis.source is None else f"{probably}{diagnosis.source}"
+    where = f"{diagnosis.op} at {place}" if diagnosis.op and place and not probably else place or diagnosis.op
+    return CAUSES[diagnosis.cause] + (f" ({where})" if where else "")

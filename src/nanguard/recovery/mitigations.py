@@ -1,0 +1,141 @@
+"""What has been done about trouble and is still in force, and how it is taken back when all went well for long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nanguard.state.casts import to_fp32_
+from nanguard.step.parts import StepParts
+from nanguard.step.precision import Precision, Scaler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mitigation:
+    """``since`` step number so-and-so; taken back after ``ease_after`` steps without trouble, None never."""
+
+    kind: Literal["lr", "modules", "model"]
+    since: int
+    ease_after: int | None
+    factor: float = 1.0
+    modules: tuple[str, ...] = ()
+
+
+class ActiveMitigations:
+    """In force now. The lower precision is kept aside while the model is out of autocast."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self.active: list[Mitigation] = []
+        self._raised: Counter[str] = Counter()
+        self._lower: tuple[Precision, Scaler | None] | None = None
+        self._has_cast = False
+
+    @property
+    def can_raise_precision(self) -> bool:
+        """Whether anything runs below fp32."""
+        halves = any(p.is_floating_point() and p.element_size() < 4 for p in self._parts.model.parameters())
+        return self._parts.precision.dtype is not None or halves
+
+    def lower_lr(self, factor: float, step: int, ease_after: int | None) -> str:
+        if factor == 1.0:
+            return ""
+        self._parts.schedule.multiply(factor)
+        self.active.append(Mitigation(kind="lr", since=step, ease_after=ease_after, factor=factor))
+        return f"learning rate multiplied by {factor:g}, now {_rates(self._parts)}"
+
+    def keep_modules(self, names: tuple[str, ...], step: int, ease_after: int | None) -> str:
+        self._parts.islands.keep(*names)
+        self._begin_scale_anew()
+        wait = self._patience(",".join(names), ease_after)
+        self.active.append(Mitigation(kind="modules", since=step, ease_after=wait, modules=names))
+        return f"{' and '.join(names)} in fp32 from now on"
+
+    def leave_autocast(self, step: int, ease_after: int | None) -> str:
+        parts, cast = self._parts, self.cast()
+        if parts.precision.dtype is not None:
+            self.enter_fp32()
+            wait = self._patience("", ease_after)
+            self.active.append(Mitigation(kind="model", since=step, ease_after=wait))
+        halves = f", {len(cast)} tensors cast" if cast else ""
+        return f"the whole model in fp32 from now on{halves}"
+
+    def cast(self) -> tuple[str, ...]:
+        """Weights and optimizer state to fp32, in place; names of what was not."""
+        parts = self._parts
+        names = to_fp32_(parts.model, parts.skippable.optimizers, () if parts.ema is None else (parts.ema,))
+        self._has_cast = self._has_cast or bool(names)
+        return names
+
+    def enter_fp32(self) -> None:
+        """Out of autocast and loss scaling, as long as ``leave_fp32`` is not called."""
+        parts = self._parts
+        self._lower = parts.precision, parts.scaler
+        parts.precision, parts.scaler = Precision.resolve("fp32", parts.device), None
+
+    def leave_fp32(self) -> None:
+        assert self._lower is not None
+        self._parts.precision, self._parts.scaler = self._lower
+        self._lower = None
+
+    def are_due(self, step: int, last_trouble: int) -> bool:
+        """Whether something has been in force without trouble for long enough."""
+        return any(_is_due(measure, step, last_trouble) for measure in self.active)
+
+    def ease(self, step: int, last_trouble: int) -> list[str]:
+        """Takes back what is due; says what."""
+        due = [measure for measure in self.active if _is_due(measure, step, last_trouble)]
+        self.active = [measure for measure in self.active if measure not in due]
+        return [self._take_back(measure) for measure in due]
+
+    def _take_back(self, measure: Mitigation) -> str:
+        if measure.kind == "lr":
+            if not self._parts.schedule.give_back(measure.factor):
+                return "the learning rate is the program's own again"
+            return f"learning rate as scheduled again, {_rates(self._parts)}"
+        if measure.kind == "modules":
+            self._parts.islands.release(*measure.modules)
+            return f"{' and '.join(measure.modules)} in {self._parts.precision.name} again"
+        self.leave_fp32()
+        self._begin_scale_anew()
+        return f"the model in {self._parts.precision.name} again"
+
+    def _patience(self, what: str, ease_after: int | None) -> int | None:
+        """Twice as long each time that the same had to be raised again."""
+        self._raised[what] += 1
+        return None if ease_after is None else ease_after * 2 ** (self._raised[what] - 1)
+
+    def _begin_scale_anew(self) -> None:
+        """The loss scale went down for a reason that is gone."""
+        if self._parts.scaler is not None:
+            self._parts.scaler.begin_anew()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "active": [asdict(measure) for measure in self.active],
+            "raised": dict(self._raised),
+            "in_fp32": self._lower is not None,
+            "cast": self._has_cast,
+            "lr_factor": self._parts.schedule.factor,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.active = [Mitigation(**{**measure, "modules": tuple(measure["modules"])}) for measure in state["active"]]
+        self._raised = Counter(state["raised"])
+        if state["cast"]:
+            self.cast()
+        self._parts.schedule.factor = state["lr_factor"]
+        if state["in_fp32"] and self._lower is None:
+            self.enter_fp32()
+        elif not state["in_fp32"] and self._lower is not None:
+            self.leave_fp32()
+
+
+def _is_due(measure: Mitigation, step: int, last_trouble: int) -> bool:
+    return measure.ease_after is not None and step - max(measure.since, last_trouble) > measure.ease_after
+
+
+def _rates(parts: StepParts) -> str:
+    rates = [f"{rate:.3g}" for rate in dict.fromkeys(parts.schedule.rates)]
+    return ", ".join(rates[:3]) + (f" and {len(rates) - 3} more" if len(rates) > 3 else "")

@@ -1,0 +1,402 @@
+"""Climbs the ladder: gathers what speaks for whose fault it is, asks the policy, does what the rung says.
+
+Called with the world as the failing step found it. All ranks come here together and decide by the same records.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanguard.diagnosis.scheduler import DiagnosisScheduler, How
+from nanguard.incidents.bundle import Bundles
+from nanguard.policy.divergence import Divergence, Trend
+from nanguard.policy.policy import judge
+from nanguard.policy.rungs import LowerLR, RaisePrecision, Rollback
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.steps import Action, Cause, Means, Outcome, Reading, Verdict
+from nanguard.recovery.casebook import Casebook
+from nanguard.recovery.guilty_module import find_culprit
+from nanguard.recovery.mitigations import ActiveMitigations
+from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
+from nanguard.state.data import Data, Place
+from nanguard.state.rng import RngState
+from nanguard.state.snapshots.ring import SnapshotRing
+from nanguard.state.training_state import TrainingState
+from nanguard.step.dry_run import DryRun
+from nanguard.step.evidence import nonfinite_names
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
+
+log = logging.getLogger("nanguard")
+
+Between = tuple[Place, Place] | None
+
+_MOST_MODULES = 4
+"""How many modules one rung raises at most: more than a few is the whole model's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was decided and done. ``went_back`` where nothing of the steps in flight, ``lost`` ones, counts any more."""
+
+    verdict: Verdict
+    action: Action
+    did: str = ""
+    went_back: bool = False
+    lost: int = 0
+    diagnosis: Diagnosis | None = None
+    bundle: str = ""
+
+    def outcome(self, *, applied: bool) -> Outcome:
+        return Outcome(
+            verdict=self.verdict,
+            action=self.action,
+            applied=applied,
+            lost=self.lost,
+            did=self.did,
+            diagnosis=self.diagnosis,
+            bundle=self.bundle,
+        )
+
+
+class Recovery:
+    """``keeper`` is there where snapshots are taken."""
+
+    def __init__(
+        self, parts: StepParts, data: Data, ring: SnapshotRing | None, *, diagnose: How, bundles: Bundles | None
+    ) -> None:
+        self._parts, self._data, self.ring = parts, data, ring
+        self._state = TrainingState(parts)
+        self.mitigations = ActiveMitigations(parts)
+        self._dry_run = DryRun(parts)
+        self.examinations = DiagnosisScheduler(parts, self._dry_run, diagnose)
+        self.casebook = Casebook(parts, self.examinations, ring, bundles)
+        self._witness: PendingStep | None = None
+        self._last_good: PendingStep | None = None
+        self._places: deque[tuple[int, Place]] = deque(maxlen=512)
+        self._from_the_start = frozenset(nonfinite_names(self._state.tensors()))
+        worth_a_word = sorted(self.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
+        if worth_a_word:
+            log.warning("non-finite before training begins: %s", ", ".join(worth_a_word[:5]))
+
+    # ---- what the two ways of guarding call ----------------------------------------------------------------------
+
+    def watch(self, pending: PendingStep, reading: Reading) -> Answer | None:
+        """A healthy step: lets snapshots and the trend of the loss know. An answer where the loss has diverged."""
+        journal, rule = self._parts.journal, self._parts.policy.answers_divergence
+        journal.recent.append(reading)
+        if rule is not None:
+            journal.trend = journal.trend.after(reading.mean_loss, rule)
+        if self.ring is not None:
+            self.ring.heard(reading.step)
+        if reading.batch is not None:
+            self._places.append((reading.step, (reading.epoch, reading.batch)))
+        if rule is None or not journal.trend.beyond:
+            if pending.rerunnable:
+                self._witness = self._last_good = pending
+            return None
+        if not journal.trend.has_diverged(rule):
+            return None
+        if self.ring is not None:
+            self.ring.agree()
+        cause = self._cause_of_divergence(pending, rule)
+        verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(pending))
+        answer = self._climb(pending, verdict)
+        if not answer.went_back:
+            lowered = answer.action.response == "lower_lr"
+            journal.trend = replace(journal.trend, undecided=(), beyond=0) if lowered else Trend()
+        if answer.action.response == "apply":
+            log.info("step %d: the loss is far above its past, but the weights are not to blame", reading.step)
+            return None
+        return answer
+
+    def answer(self, pending: PendingStep, reading: Reading) -> Answer:
+        """A step that was not finite, and did not change anything."""
+        if self.ring is not None:
+            self.ring.agree()
+            self.ring.trouble(reading.step)
+        damaged = self.damaged()
+        reading = replace(reading, damaged=damaged)
+        is_damaged = self._parts.ranks.any(bool(damaged))
+        progress = self._parts.journal.progress
+        verdict = judge(reading, damaged=is_damaged, means=self._means(pending), progress=progress)
+        is_last = self._will_halt(verdict)
+        diagnosis = self.casebook.examine(pending, reading, is_last=is_last)
+        if is_damaged:
+            self._parts.be_careful()
+        verdict = replace(verdict, means=self._means(pending, diagnosis))
+        kept = self.casebook.gather(pending, reading, diagnosis, is_last=is_last)
+        answer = replace(self._climb(pending, verdict, diagnosis), diagnosis=diagnosis)
+        answer = replace(answer, bundle=self.casebook.write(answer.outcome(applied=False), kept))
+        behind = self._parts.num_steps - reading.step - 1
+        return replace(answer, lost=behind) if answer.went_back else answer
+
+    def look(self, pending: PendingStep) -> Answer | None:
+        """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
+        if self.ring is not None:
+            self.ring.agree()
+        damaged = self.damaged()
+        if not self._parts.ranks.any(bool(damaged)):
+            return None
+        reading = Reading(step=pending.step, epoch=pending.epoch, batch=pending.batch, loss=math.nan, damaged=damaged)
+        self._parts.be_careful()
+        return self._climb(pending, judge(reading, damaged=True, means=self._means(pending)))
+
+    def fence(self) -> None:
+        """Before anything is written that a snapshot may still be read from. Does not sync.
+
+        A step that is being captured waits for nothing: whoever replays it does.
+        """
+        if self.ring is not None and not self._parts.is_capturing:
+            self.ring.fence()
+
+    def back_off(self, step: int) -> None:
+        """A routine overflow: what was copied of the world behind it is not as it will be."""
+        if self.ring is not None:
+            self.ring.trouble(step, routine=True)
+
+    def damaged(self) -> tuple[str, ...]:
+        """Names of weights, buffers and optimizer state that are non-finite and were not always so. Syncs."""
+        live = self._state.tensors()
+        bad = [name for name in nonfinite_names(live) if name not in self._from_the_start]
+        if not bad:
+            return ()
+        buffers = self._state.buffers()
+        return tuple(name for name in bad if self._was_finite(name, live[name], is_buffer=name in buffers))
+
+    def _was_finite(self, name: str, now: Tensor, *, is_buffer: bool) -> bool:
+        """Whether something is non-finite that was finite in the last good snapshot.
+
+        Where there is none, weights and optimizer state count; a buffer may be a mask that is meant to be so.
+        """
+        then = None if self.ring is None else self.ring.saved(name)
+        if then is None or then.shape != now.shape:
+            return not is_buffer
+        now = now.detach().to(then.device)  # to the copy, not the other way: the device may have no memory to spare
+        return bool((~torch.isfinite(now) & torch.isfinite(then)).any())
+
+    def is_sound(self) -> bool:
+        """Whether a checkpoint of this would be: all weights and optimizer state finite, no NaN in a buffer. Syncs."""
+        return not self.unsound()
+
+    def unsound(self) -> tuple[str, ...]:
+        """Names of what keeps it from being sound. Syncs."""
+        live, buffers = self._state.tensors(), self._state.buffers()
+        bad = nonfinite_names(live)  # an Inf in a buffer may be a mask
+        return tuple(name for name in bad if name not in buffers or bool(torch.isnan(live[name]).any()))
+
+    def forget(self) -> None:
+        """The run is elsewhere now."""
+        self._witness = self._last_good = None
+        self._places.clear()
+        if self.ring is not None:
+            self.ring.forget()
+
+    def give_memory_back(self) -> bool:
+        """Training has run out of memory: drops what is held of the device's. True if there was anything."""
+        held, self._witness = self._witness is not None, None
+        return (self.ring is not None and self.ring.give_back()) or held
+
+    @property
+    def last_trouble(self) -> int:
+        history = self._parts.journal.history
+        return history[-1].verdict.reading.step if history else -1
+
+    def ease(self, step: int) -> None:
+        """Takes back measures that have been in force without trouble for long enough."""
+        for what in self.mitigations.ease(step, self.last_trouble):
+            self._parts.journal.ease(step, what)
+
+    def go_back(self, step: int, rung: Rollback, *, count: int = 1, between: Between = None) -> str:
+        """Rolls back as the rung says, ``step`` being the one at which trouble showed first; what it did, in words."""
+        assert self.ring is not None
+        snapshot = self.ring.choose(step, back=rung.steps, count=count)
+        assert snapshot is not None
+        now = self._parts.num_steps
+        facts = self.ring.go_back(snapshot, step=step, now=now)
+        over = rung.skip_batches if isinstance(rung.skip_batches, int) else 0
+        rng = RngState.from_dict(facts["rng"])
+        data = self._data.go_back(facts["data"], rng, over=over, between=between)
+        self._witness = None
+        self._places.clear()
+        self._parts.journal.counts["undone"] += now - facts["step"]
+        raised = self.mitigations.leave_autocast(now, None) if rung.raise_precision else ""
+        lowered = self.mitigations.lower_lr(rung.lr, now, None)
+        return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, raised, lowered]))
+
+    # ---- deciding ------------------------------------------------------------------------------------------------
+
+    def _climb(self, pending: PendingStep, verdict: Verdict, diagnosis: Diagnosis | None = None) -> Answer:
+        policy, history = self._parts.policy, self._parts.journal.history
+        action = policy.decide(history, verdict)
+        if verdict.kind == "nonfinite" and action.response != "skip":
+            verdict = self._with_cause(pending, verdict)
+            action = policy.decide(history, verdict)
+        attempts: list[Outcome] = []
+        while True:
+            answer = self._act(pending, verdict, action, diagnosis)
+            if answer is not None:
+                return answer
+            attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
+            action = policy.decide([*history, *attempts], verdict)
+
+    def _will_halt(self, verdict: Verdict) -> bool:
+        """Whether the run seems to end here, for the first time: a program may go on after a halt."""
+        history = self._parts.journal.history
+        was_halted = bool(history) and history[-1].action.response == "halt"
+        return not was_halted and self._parts.policy.decide(history, verdict).response == "halt"
+
+    def _means(self, pending: PendingStep, diagnosis: Diagnosis | None = None) -> Means:
+        runs_low = self.mitigations.can_raise_precision or any(call.autocast[0] for call in pending.calls)
+        names_modules = diagnosis is not None and bool(diagnosis.modules_to_keep)
+        return Means(
+            lower_precision=runs_low and not self._parts.is_captured,
+            can_run_again=(pending.rerunnable and bool(pending.microbatches)) or names_modules,
+            holds_schedule=self._parts.schedule.is_ours,
+            snapshots=() if self.ring is None else self.ring.steps,
+        )
+
+    def _with_cause(self, pending: PendingStep, verdict: Verdict) -> Verdict:
+        """Looks at the batch; then at whether the weights still work on one that was good."""
+        try:
+            if holds_what_is_new(self._parts, pending, self._last_good):
+                return replace(verdict, cause="input")
+            if self._witness is None:
+                return verdict
+            return by_rehearsal(self._parts, self._dry_run, pending, self._witness, verdict)
+        except Exception:
+            log.warning("step %d: whose fault it is could not be found out", verdict.reading.step, exc_info=True)
+            return verdict
+
+    def _cause_of_divergence(self, pending: PendingStep, rule: Divergence) -> Cause:
+        """Would weights that were good have done better on this batch? Else the data have become harder.
+
+        Where none are in memory: do these still do well on a batch that was good?
+        """
+        limit, witness = self._parts.journal.trend.limit(rule), self._witness
+        if not pending.rerunnable or self.ring is None:
+            return "unknown"
+        try:
+            with self.ring.weights_of_oldest() as there_are:  # the newest may have been on its way already
+                if there_are:
+                    return "weights" if self._dry_run.loss_of(pending) <= limit else "batch"
+            if witness is not None:
+                return "batch" if self._dry_run.loss_of(witness) <= limit else "weights"
+        except Exception:
+            log.warning("whose fault the divergence is could not be found out", exc_info=True)
+        return "unknown"
+
+    # ---- acting --------------------------------------------------------------------------------------------------
+
+    def _act(
+        self, pending: PendingStep, verdict: Verdict, action: Action, diagnosis: Diagnosis | None
+    ) -> Answer | None:
+        """Does what the rung says; None where that turned out to be of no use and was taken back."""
+        ladder, step = self._parts.policy.ladder, verdict.reading.step
+        rung = ladder[action.rung] if action.rung is not None and action.rung < len(ladder) else None
+        if isinstance(rung, LowerLR):
+            return Answer(verdict, action, self.mitigations.lower_lr(rung.factor, step, rung.recover_after))
+        if isinstance(rung, Rollback):
+            between = self._failed(pending, verdict) if rung.skip_batches == "failed" else None
+            try:
+                did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
+            except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
+                log.warning("cannot go back: %s", error)
+                return None
+            return Answer(verdict, action, did, went_back=True)
+        if isinstance(rung, RaisePrecision):
+            try:
+                raised = self._raise_precision(pending, rung, step, diagnosis)
+            except Exception:
+                log.warning("step %d: precision could not be raised", step, exc_info=True)
+                return None
+            if raised is None:
+                return None
+            lowered = self.mitigations.lower_lr(rung.lr, step, None)
+            return Answer(verdict, action, "; ".join(filter(None, [raised, lowered])))
+        if action.response == "halt" and verdict.kind == "damage" and verdict.means.snapshots:
+            return self._halt_on_sound_state(verdict, action)
+        return Answer(verdict, action)
+
+    def _halt_on_sound_state(self, verdict: Verdict, action: Action) -> Answer:
+        """Before a halt a good snapshot takes the place of a damaged state, which somebody might save."""
+        try:
+            return Answer(verdict, action, self.go_back(verdict.reading.step, Rollback()), went_back=True)
+        except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
+            log.warning("cannot put a snapshot back: %s", error)
+            return Answer(verdict, action)
+
+    def _raise_precision(
+        self, pending: PendingStep, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None
+    ) -> str | None:
+        known = () if diagnosis is None else diagnosis.modules_to_keep
+        if not self.mitigations.can_raise_precision and not known:
+            return "everything runs in fp32 already"
+        if rung.scope == "model":
+            if rung.verify and pending.rerunnable and not self._helps_in_fp32(pending):
+                return None
+            return self.mitigations.leave_autocast(step, rung.retry_after)
+        names = known or self._modules_that_help(pending, verify=rung.verify)
+        return self.mitigations.keep_modules(names, step, rung.retry_after) if names else None
+
+    def _helps_in_fp32(self, pending: PendingStep) -> bool:
+        """Whether the step is sound with everything in fp32; nothing is cast for it."""
+        islands, autocasts = self._parts.islands, self._parts.precision.dtype is not None
+        kept = islands.keep("")
+        if autocasts:
+            self.mitigations.enter_fp32()
+        try:
+            return self._dry_run.is_sound(pending)
+        finally:
+            if autocasts:
+                self.mitigations.leave_fp32()
+            if kept:
+                islands.release(*kept)
+
+    def _modules_that_help(self, pending: PendingStep, *, verify: bool) -> tuple[str, ...]:
+        """The fewest modules found that make the step sound in fp32; none where no few of them do."""
+        islands, kept, helps = self._parts.islands, list[str](), False
+        try:
+            while not helps and len(kept) < _MOST_MODULES:
+                name = find_culprit(self._parts, self._dry_run, pending)
+                # What it hands on may not fit into the lower precision either; and a list of modules is never called.
+                while name and (name in islands.names or not islands.can_keep(name)):
+                    name = name.rpartition(".")[0]
+                if not name:
+                    break
+                kept += islands.keep(name)
+                helps = not verify or self._dry_run.is_sound(pending)
+        finally:
+            if kept and not helps:
+                islands.release(*kept)
+        return tuple(kept) if helps else ()
+
+    def _first_sign(self, verdict: Verdict) -> int:
+        """The step at which trouble showed first: of the losses beyond their past, or of the bad steps in a row."""
+        first = verdict.reading.step
+        if self._parts.journal.trend.beyond:
+            return first - len(self._parts.journal.trend.undecided) + 1
+        for past in reversed(self._parts.journal.history):
+            if past.applied or past.action.response == "roll_back":
+                break
+            if past.verdict.reading.step + past.lost < first - 1:
+                break
+            first = past.verdict.reading.step
+        return first
+
+    def _failed(self, pending: PendingStep, verdict: Verdict) -> Between:
+        """The batches from the first sign of trouble to this step."""
+        reading, first = verdict.reading, self._first_sign(verdict)
+        if reading.batch is None:
+            return None
+        last = (reading.epoch, reading.batch if pending.last_batch is None else pending.last_batch)
+        readings = [past.verdict.reading for past in self._parts.journal.history]
+        places = [place for step, place in self._places if step >= first]
+        places += [(r.epoch, r.batch) for r in readings if r.batch is not None and r.step >= first]
+        return min([(reading.epoch, reading.batch), *places]), last

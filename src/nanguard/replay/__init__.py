@@ -1,0 +1,1 @@
+"""What `nanguard explain` and `nanguard replay` do."""

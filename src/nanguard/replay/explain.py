@@ -1,0 +1,219 @@
+"""An incident as people read it: what ``nanguard explain`` and ``nanguard replay`` print. Nothing is printed here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanguard.errors import BundleError
+from nanguard.incidents.bundle import folders
+from nanguard.incidents.files import INCIDENT
+from nanguard.incidents.reader import Bundle, load
+from nanguard.records.diagnosis import Diagnosis, Source
+from nanguard.records.panel import panel
+from nanguard.records.printable import printable
+from nanguard.records.steps import Incident
+from nanguard.report.repeats import likeness
+
+if TYPE_CHECKING:
+    from nanguard.replay.rerun import Replayed
+
+_AROUND = 3
+_WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+def find(path: Path) -> tuple[list[Path], bool]:
+    """The incidents at a path, in order, and whether it is a run with any number of them.
+
+    A path is the folder of an incident, its ``incident.json``, the folder of a run, or its ``incidents``. Raises
+    ``BundleError`` for anything else.
+    """
+    try:
+        if path.is_file() or (path / INCIDENT).exists():
+            return [path], False
+        if not path.exists():
+            raise BundleError(f"{path}: there is no such file or folder")
+        if (path / "incidents").is_dir():
+            return folders(path), True
+        if path.name == "incidents" and path.is_dir():
+            return folders(path.parent), True
+        if (path / "run.jsonl").exists():
+            return [], True
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from None
+    raise BundleError(f"{path}: it is neither a run nor an incident of one, as in runs/a/incidents/0001")
+
+
+def short(bundle: Bundle) -> str:
+    """What happened, in a few lines."""
+    try:
+        return _clean(panel(Incident(number=bundle.number, outcome=bundle.outcome)))
+    except _WRONG as error:
+        raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+
+
+def long(bundle: Bundle) -> str:
+    """All that is known, with the lines of the program around the one to blame."""
+    try:
+        parts = [panel(Incident(number=bundle.number, outcome=replace(bundle.outcome, diagnosis=None, bundle="")))]
+        diagnosis = bundle.diagnosis
+        if diagnosis is None:
+            parts.append("not examined: where it came from is not known")
+        else:
+            parts.append(diagnosis.report())
+            if diagnosis.source is not None:
+                parts.append("\n".join(_around(diagnosis.source)))
+        parts.append("\n".join(_history(bundle)))
+        parts.append("\n".join(_kept(bundle)))
+        return _clean("\n\n".join(filter(None, parts)))
+    except _WRONG as error:
+        raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+
+
+@dataclass(slots=True)
+class Fault:
+    """Incidents that are the same again, newest last: only that one is held."""
+
+    newest: Bundle
+    count: int
+    first_step: int
+
+    def told(self, text: str) -> str:
+        """The text about the newest, with the row that counts them all under its headline."""
+        if self.count == 1:
+            return text
+        head, _, rest = text.partition("\n")
+        last = self.newest.outcome.verdict.reading.step
+        row = f"   repeated  {self.count:,} times, first at step {self.first_step:,}, last at step {last:,}"
+        return "\n".join(filter(None, [head, row, rest]))
+
+
+class Faults:
+    """Folds the incidents of a run, one by one."""
+
+    def __init__(self) -> None:
+        self._by_likeness: dict[tuple[Any, ...], Fault] = {}
+
+    def add(self, bundle: Bundle) -> None:
+        """What it is the same as goes to the end, so that the newest comes last. Raises ``BundleError``."""
+        try:
+            key, step = likeness(bundle.outcome), bundle.outcome.verdict.reading.step
+            fault = self._by_likeness.pop(key, None) or Fault(newest=bundle, count=0, first_step=step)
+        except _WRONG as error:
+            raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+        fault.newest, fault.count = bundle, fault.count + 1
+        self._by_likeness[key] = fault
+
+    def in_order(self) -> list[Fault]:
+        return list(self._by_likeness.values())
+
+
+def as_dict(bundle: Bundle) -> dict[str, Any]:
+    """``incident.json`` without the data."""
+    return {"path": str(bundle.path), **bundle.facts}
+
+
+def hint(paths: Sequence[Path], run_dir: Path) -> str:
+    """How to see one of several."""
+    return f"one of them in full:  nanguard explain {shlex.quote(str(paths[0]))}    ({len(paths):,} in {run_dir})"
+
+
+def nothing_in(run_dir: Path) -> str:
+    """Of a run without incidents: how many the run log tells of."""
+    told = 0
+    log = run_dir / "run.jsonl"
+    try:
+        for line in log.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            told += isinstance(event, dict) and event.get("event") == "incident"
+    except (OSError, ValueError):
+        told = 0
+    if told:
+        return f"{run_dir}: no incident was kept. {log.name} tells of {told:,}, which ran with capture='none'"
+    return f"{run_dir}: no incident was kept"
+
+
+def outcome(replayed: Replayed, bundle: Bundle) -> str:
+    """What came of running it again."""
+    lines = []
+    if replayed.differs:
+        lines.append("NOT reproduced: " + "; ".join(replayed.differs))
+        if "weights" not in bundle.captured:
+            lines.append("   hint      with capture='full' the weights of the step are kept too")
+    elif replayed.recorded is None:
+        lines.append("reproduced: the step is non-finite here too; the run had not examined it")
+    else:
+        lines.append(f"reproduced: {_what(replayed.recorded)}")
+    lines += [f"   note      {note}" for note in replayed.notes]
+    if replayed.diagnosis is not None:
+        lines += ["", str(replace(replayed.diagnosis, step=bundle.outcome.verdict.reading.step))]
+    return _clean("\n".join(lines))
+
+
+def _what(diagnosis: Diagnosis) -> str:
+    where = f" in {diagnosis.module}" if diagnosis.module else ""
+    at = f", {diagnosis.source}" if diagnosis.source is not None else ""
+    return f"{diagnosis.cause}, {diagnosis.op or diagnosis.phase}{where}{at}"
+
+
+def _around(source: Source) -> Iterator[str]:
+    """The lines of the program as they are now, if the one to blame is what it was."""
+    path = Path(source.file)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        yield f"{source.file} is not here to be shown"
+        return
+    if not 1 <= source.line <= len(lines) or lines[source.line - 1].strip() != source.text.strip():
+        yield f"{source.file} has changed since: line {source.line} was  {source.text}"
+        return
+    yield f"{source.file}, in {source.function or 'the file itself'}"
+    first = max(1, source.line - _AROUND)
+    last = min(len(lines), source.line + _AROUND)
+    for number in range(first, last + 1):
+        mark = ">" if number == source.line else " "
+        yield f"  {mark} {number:>{len(str(last))}}  {lines[number - 1].expandtabs(4)}".rstrip()
+
+
+def _history(bundle: Bundle) -> Iterator[str]:
+    recent = bundle.history[-5:]
+    if not recent:
+        return
+    yield "steps before it"
+    for reading in recent:
+        norms = f", gradient norm {', '.join(f'{norm:.4g}' for norm in reading.norms[:4])}" if reading.norms else ""
+        scale = f", loss scale {reading.scale:g}" if reading.scale is not None else ""
+        yield f"  step {reading.step:,}: loss {reading.loss:.6g}{norms}{scale}"
+
+
+def _kept(bundle: Bundle) -> Iterator[str]:
+    environment = bundle.facts["environment"]
+    names = ("precision", "device", "device_name", "torch", "python", "platform")
+    yield "where it ran"
+    yield "  " + ", ".join(f"{name} {environment.get(name)}" for name in names if environment.get(name))
+    yield f"kept in {bundle.path}"
+    yield f"  {', '.join(bundle.captured) or 'this text alone'}"
+    for each in bundle.facts["left_out"]:
+        yield f"  left out: {each['what']}, {each['why']}"
+    for note in bundle.facts["notes"]:
+        yield f"  {note}"
+    if "batch" in bundle.captured or "samples" in bundle.captured:
+        where = shlex.quote(str(bundle.path))
+        yield f"run it again:  nanguard replay {where} --entry your.module:build"
+
+
+def _clean(text: str) -> str:
+    """With all that could steer a terminal spelled out: what is in it comes from files."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def read(path: Path) -> Bundle:
+    """The incident at a path; of a run, the last one. Raises ``BundleError``."""
+    paths, is_run = find(path)
+    if not paths:
+        raise BundleError(nothing_in(path))
+    return load(paths[-1] if is_run else paths[0])

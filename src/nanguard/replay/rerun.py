@@ -1,0 +1,298 @@
+"""Runs a kept step again, in the conditions it had, and compares what is found with what was found then."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nanguard
+from nanguard.diagnosis.standalone import diagnose
+from nanguard.errors import ProtocolError, ReplayError
+from nanguard.incidents.environment import as_then
+from nanguard.incidents.reader import Bundle
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.replay.entry import Program, told
+from nanguard.state.islands import Islands
+from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.rng import RngState
+from nanguard.state.snapshots.codec import DTYPES
+from nanguard.step.precision import NAMES, LossScale
+
+COMPARED = ("cause", "op", "module")
+
+# What only the steps before can tell from a plain overflow; the module named is then the one around.
+_BY_HISTORY = ("attention_logit_growth", "gradient_explosion")
+_DAMAGE = ("parameter_corrupted", "buffer_corrupted", "optimizer_state_corrupted")
+_OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """``diagnosis`` is what was found now, None where the step is finite; ``differs`` says how that is not the same."""
+
+    recorded: Diagnosis | None
+    diagnosis: Diagnosis | None
+    differs: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def status(self) -> int:
+        """0 where it was reproduced, else 1."""
+        return 1 if self.differs else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "reproduced": not self.differs,
+            "differs": list(self.differs),
+            "notes": list(self.notes),
+            "recorded": None if self.recorded is None else self.recorded.as_dict(),
+            "diagnosis": None if self.diagnosis is None else self.diagnosis.as_dict(),
+        }
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A step ready to be run again. ``places`` are the micro-batches to run; ``notes`` say what is not as it was."""
+
+    bundle: Bundle
+    program: Program
+    device: torch.device
+    precision: Any
+    loss_scale: LossScale | None
+    batches: dict[int, Any] = field(default_factory=dict)
+    states: dict[int, RngState] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def conditions(self, place: int) -> Iterator[None]:
+        """Random states, autocast and switches as they were before a micro-batch; afterwards the switches as before."""
+        flags = self.bundle.facts["environment"].get("flags")
+        enabled, dtype = _autocast(self.bundle, place)
+        with as_then(flags if isinstance(flags, dict) else {}):
+            if place in self.states:
+                try:
+                    self.states[place].restore(self.device)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise ReplayError(f"the random states of {self.bundle.path} cannot be set: {error}") from None
+            with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
+                yield
+
+
+def prepare(bundle: Bundle, program: Program) -> Stage:
+    """Puts the kept weights into the model, and modes and fp32 modules as they were. Raises ``ReplayError``."""
+    first = next(program.model.parameters(), None)
+    if first is None:
+        raise ReplayError("the model that the entry gives has no parameters")
+    precision = bundle.facts["environment"].get("precision")
+    if precision not in NAMES:
+        raise ReplayError(f"{bundle.path} does not say in which precision the step ran: {precision!r:.40}")
+    stage = Stage(
+        bundle=bundle,
+        program=program,
+        device=first.device,
+        precision=precision,
+        loss_scale=_loss_scale(bundle),
+    )
+    _load_weights(stage)
+    _set_modes(stage)
+    _find_batches(stage)
+    _find_states(stage)
+    _compare_surroundings(stage)
+    return stage
+
+
+def replay(stage: Stage) -> Replayed:
+    """Runs the micro-batches until one is not finite, and has it diagnosed as deeply as it was then."""
+    recorded = stage.bundle.diagnosis
+    found = None
+    for place in stage.batches:
+        found = _examine(stage, place, recorded)
+        if found is not None:
+            break
+    if found is not None and recorded is not None and _is_known_by_history(recorded, found):
+        stage.notes.append(f"the run called it {recorded.cause}, by the steps before; alone it is {found.cause}")
+    if found is not None and recorded is not None and _is_same_damage(recorded, found):
+        stage.notes.append("the kept weights are damaged; what did that happened before this step, and is not in it")
+    return Replayed(
+        recorded=recorded,
+        diagnosis=found,
+        differs=tuple(_differences(recorded, found)),
+        notes=tuple(stage.notes),
+    )
+
+
+def _examine(stage: Stage, place: int, recorded: Diagnosis | None) -> Diagnosis | None:
+    program = stage.program
+    in_update = "update" in stage.bundle.outcome.verdict.reading.found
+    in_update = in_update or (recorded is not None and recorded.phase == "optimizer")
+    if in_update and program.optimizer is None:
+        raise ReplayError("the fault is in the optimizer's update: let the entry return (model, optimizer, loss_fn)")
+    try:
+        with stage.conditions(place):
+            return diagnose(
+                program.model,
+                program.loss_fn,
+                stage.batches[place],
+                program.optimizer if in_update else None,
+                precision=stage.precision,
+                loss_scale=stage.loss_scale,
+                depth="full" if recorded is None else recorded.depth,
+            )
+    except ProtocolError as error:
+        if "nothing to diagnose" in str(error):
+            return None
+        raise ReplayError(f"the step cannot be run: {error}") from error
+    except ReplayError:
+        raise
+    except Exception as error:
+        raise ReplayError(f"the step raised {told(error)}") from error
+
+
+def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]:
+    if now is None:
+        again = "" if then is None or then.repeats else ", as it was when the run tried it again"
+        yield f"the step is finite here{again}"
+    elif then is not None and not _is_known_by_history(then, now) and not _is_same_damage(then, now):
+        for name in COMPARED:
+            before, after = getattr(then, name), getattr(now, name)
+            if before != after:
+                yield f"{name}: {before or 'none'} in the run, {after or 'none'} here"
+
+
+def _is_known_by_history(then: Diagnosis, now: Diagnosis) -> bool:
+    """Whether it is the same overflow, which the run had another name for: it knew the steps before."""
+    is_inside = f"{now.module}.".startswith(f"{then.module}.") or not then.module
+    return then.cause in _BY_HISTORY and now.cause in _OVERFLOWS and then.op == now.op and is_inside
+
+
+def _is_same_damage(then: Diagnosis, now: Diagnosis) -> bool:
+    """Whether the same module's state was non-finite before the step, which the run knew without an op."""
+    return then.cause in _DAMAGE and not then.op and now.phase in ("parameter", "buffer") and then.module == now.module
+
+
+def _loss_scale(bundle: Bundle) -> LossScale | None:
+    """The scale of the step; what it was divided by for accumulation is in it."""
+    scale = bundle.outcome.verdict.reading.scale
+    if scale is None:
+        return None
+    try:
+        scale = scale / max(1, bundle.facts["divisor"])
+        return LossScale(initial=scale, floor=min(1.0, scale))
+    except (ValueError, OverflowError) as error:
+        raise ReplayError(f"{bundle.path} has a loss scale that cannot be: {error}") from None
+
+
+def _autocast(bundle: Bundle, place: int) -> tuple[bool, torch.dtype]:
+    micros = bundle.facts["microbatches"]
+    told_of = micros[place] if place < len(micros) else None
+    pair = told_of.get("autocast") if isinstance(told_of, dict) else None
+    if not isinstance(pair, list) or len(pair) != 2 or pair[0] is not True or pair[1] not in ("bfloat16", "float16"):
+        return False, torch.bfloat16
+    return True, DTYPES[pair[1]]
+
+
+def _load_weights(stage: Stage) -> None:
+    weights = stage.bundle.weights()
+    if not weights:
+        why = stage.bundle.why_not("weights")
+        stage.notes.append(f"the bundle holds no weights ({why}): those that the entry gives are used")
+        return
+    inner = unwrapped(stage.program.model)
+    live: dict[str, Tensor] = {}
+    for named in (inner.named_parameters(), inner.named_buffers()):
+        live.update((plain_name(name), tensor) for name, tensor in named)
+    missing = [name for name in live if name not in weights]
+    other = [
+        f"{name} is {list(live[name].shape)} there and {list(weights[name].shape)} in the bundle"
+        for name in live
+        if name in weights and live[name].shape != weights[name].shape
+    ]
+    if missing or other:
+        why = "; ".join([*(f"{name} is not in the bundle" for name in missing[:3]), *other[:3]])
+        raise ReplayError(f"the weights of {stage.bundle.path} do not fit the model that the entry gives: {why}")
+    surplus = [name for name in weights if name not in live]
+    if surplus:
+        stage.notes.append(f"the model has no {', '.join(surplus[:3])}, which the bundle has")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+
+def _set_modes(stage: Stage) -> None:
+    facts, model = stage.bundle.facts, stage.program.model
+    in_eval = set(facts["eval_modules"])
+    model.train("" not in in_eval)
+    for name, module in unwrapped(model).named_modules():
+        module.training = plain_name(name) not in in_eval
+    if facts["kept_fp32"]:
+        try:
+            Islands(model, stage.device.type).keep(*facts["kept_fp32"])
+        except ValueError as error:
+            raise ReplayError(f"modules that ran in fp32 cannot be kept so: {error}") from None
+
+
+def _find_batches(stage: Stage) -> None:
+    bundle, diagnosis = stage.bundle, stage.bundle.diagnosis
+    blamed = None if diagnosis is None else diagnosis.microbatch
+    batches = bundle.batches(stage.device)
+    if batches:
+        stage.batches = dict(enumerate(batches))
+        if blamed is not None and blamed in stage.batches:
+            stage.batches = {blamed: stage.batches[blamed]}
+        stage.notes += [f"not as it was: {note}" for note in bundle.facts["notes"][:3]]
+        return
+    why = bundle.why_not("batch")
+    samples = bundle.samples(stage.device)
+    if samples is not None:
+        stage.batches = {blamed or 0: samples}
+        stage.notes.append(f"the bundle holds no whole batch ({why}): the samples to blame are used alone")
+        return
+    if stage.program.batches is None:
+        raise ReplayError(
+            f"{bundle.path} holds no batch ({why}), and the entry gives none: let it return "
+            "(model, optimizer, batches, loss_fn), or run with capture='batch'"
+        )
+    position = bundle.facts.get("batch")
+    position = position if isinstance(position, int) else bundle.facts["step"]
+    try:
+        batch = next(itertools.islice(iter(stage.program.batches), position, None))
+    except StopIteration:
+        raise ReplayError(f"the batches that the entry gives end before batch {position}, which failed") from None
+    except Exception as error:
+        raise ReplayError(f"the batches that the entry gives raised {told(error)}") from error
+    stage.batches = {0: batch}
+    stage.notes.append(f"the bundle holds no batch ({why}): batch {position} of those that the entry gives is used")
+
+
+def _find_states(stage: Stage) -> None:
+    states = stage.bundle.rng()
+    if not states:
+        stage.notes.append(f"the bundle holds no random states ({stage.bundle.why_not('rng')}): dropout may differ")
+        return
+    on_cuda = stage.device.type == "cuda"
+    if any(state.cuda is not None for state in states) and not on_cuda:
+        stage.notes.append("it ran on a GPU: random draws there cannot be repeated on this device")
+    has_numpy = importlib.util.find_spec("numpy") is not None
+    for place, state in enumerate(states):
+        host = state.host
+        if host is not None and host[1] is not None and has_numpy:
+            importlib.import_module("numpy")
+        elif host is not None:
+            host = (host[0], None)
+        stage.states[place] = RngState(state.cpu, state.cuda if on_cuda else None, host)
+
+
+def _compare_surroundings(stage: Stage) -> None:
+    environment = stage.bundle.facts["environment"]
+    here = {"torch": str(torch.__version__), "nanguard": nanguard.__version__, "device": str(stage.device)}
+    for name, value in here.items():
+        if environment.get(name) != value:
+            stage.notes.append(f"{name}: {environment.get(name)} in the run, {value} here")

@@ -1,0 +1,1 @@
+"""The run log: writing it, reading it, following it."""

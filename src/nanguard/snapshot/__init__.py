@@ -1,1 +1,0 @@
-"""Training state kept to come back to."""

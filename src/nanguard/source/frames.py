@@ -1,0 +1,175 @@
+"""Which line of the user's program is at work: from Python frames to a place in a file."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanguard.records.diagnosis import Source
+from nanguard.source.modules import Modules
+
+_FRAMEWORKS = (
+    "accelerate",
+    "click",
+    "deepspeed",
+    "einops",
+    "lightning",
+    "lightning_fabric",
+    "numpy",
+    "peft",
+    "pytorch_lightning",
+    "speechbrain",
+    "torchaudio",
+    "torchdata",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+    "typer",
+)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_NANGUARD = str(Path(__file__).parents[1]) + os.sep
+_DEMO = os.path.join(_NANGUARD, "demo", "")
+_STDLIB = {str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")}
+_CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
+_BOUNDARY = {
+    _NANGUARD + os.path.join("recovery", "rehearsal.py"),
+    _NANGUARD + os.path.join("diagnosis", "replay.py"),
+    _NANGUARD + "bench.py",
+}
+
+Place = tuple[str, int, str]
+"""File, line and function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an op was called: the user's line, and the innermost module.
+
+    ``home`` is the module that the line is in, ``by_engine`` says whether the autograd engine ran the op.
+    ``in_user_code`` is True where the engine had called back into Python code of the user's: the backward of a custom
+    Function, or a hook.
+    """
+
+    place: Place | None
+    module: str | None
+    home: str | None = None
+    by_engine: bool = False
+    in_user_code: bool = False
+
+
+def find_site(modules: Modules, *, in_engine: bool) -> Site:
+    """Of the op being dispatched now, in code of these modules or outside of them.
+
+    The deepest line outside torch, frameworks and nanguard is the user's. Where the walk meets the call of the autograd
+    engine first, the op was run by a node of the graph and the line at the top of the stack says nothing about it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    place: Place | None = None
+    lesser: Place | None = None
+    module: str | None = None
+    home: str | None = None
+    recomputes = False
+    while frame is not None:
+        code = frame.f_code
+        kind = _kind_of(code.co_filename)
+        if kind == "boundary":
+            break
+        if kind == "torch" and code.co_name == "_engine_run_backward":
+            if in_engine and not recomputes:
+                return Site(place, module, home, by_engine=True, in_user_code=place is not None)
+            in_engine = False
+        if kind == "checkpoint":
+            recomputes = True
+        elif kind == "user" and place is None:
+            place = (code.co_filename, frame.f_lineno, code.co_name)
+        elif kind == "framework" and lesser is None:
+            lesser = (code.co_filename, frame.f_lineno, code.co_name)
+        if code.co_argcount and kind != "nanguard" and (module is None or (home is None and place is not None)):
+            owner = modules.at(frame)
+            module = owner if module is None else module
+            home = owner if home is None and place is not None else home
+        if home is not None and not in_engine:
+            break
+        frame = frame.f_back
+    by_engine = in_engine and not recomputes
+    return Site(place or lesser, module, home, by_engine=by_engine, in_user_code=by_engine and place is not None)
+
+
+def calling_line() -> Place | None:
+    """The user's line that is being executed, for whoever is called by it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def source_of(place: Place | None) -> Source | None:
+    """With the text of its line."""
+    if place is None:
+        return None
+    file, line, function = place
+    return Source(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
+
+
+def user_files(objects: Any) -> list[str]:
+    """The files of the user's program: those that define the given functions and classes, the main script first."""
+    files: dict[str, None] = {}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main:
+        files[os.path.abspath(main)] = None
+    for each in objects:
+        code = getattr(each, "__code__", None)
+        if code is not None:
+            files[code.co_filename] = None
+            continue
+        kind = each if isinstance(each, type) else type(each)
+        module = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        if file:
+            files[file] = None
+    return [file for file in files if _kind_of(file) == "user" and file.endswith(".py")]
+
+
+def is_users_file(file: str) -> bool:
+    """Whether code in a file is the user's program, and not torch's, a framework's or ours."""
+    return _kind_of(file) == "user"
+
+
+def is_library_file(file: str) -> bool:
+    """Whether code in a file is torch's or ours."""
+    return _kind_of(file) in ("torch", "checkpoint", "nanguard", "boundary")
+
+
+def is_users(kind: type[nn.Module]) -> bool:
+    """Whether a class is defined in the user's program."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_users_file(file)
+
+
+@functools.cache
+def _kind_of(file: str) -> str:
+    if file == _CHECKPOINT:
+        return "checkpoint"
+    if file.startswith(_TORCH):
+        return "torch"
+    if file in _BOUNDARY:
+        return "boundary"
+    if file.startswith(_NANGUARD) and not file.startswith(_DEMO):
+        return "nanguard"
+    for part in ("site-packages", "dist-packages"):
+        _, found, rest = file.rpartition(os.sep + part + os.sep)
+        if found:
+            return "framework" if rest.split(os.sep)[0].removesuffix(".py") in _FRAMEWORKS else "user"
+    if file.startswith(("<frozen", "<__array", "<string>")) or any(file.startswith(folder) for folder in _STDLIB):
+        return "stdlib"
+    return "user"

@@ -1,0 +1,108 @@
+"""Which module of a model a running function belongs to.
+
+The variables of its frame are never looked at: before Python 3.13, reading them changes the dict that ``locals()`` gave
+to the program, and keeps alive what the program has deleted. While a trace runs, calls of modules are noted. A
+method that is called directly is known by its code, which belongs to a class.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+from nanguard import _compat
+from nanguard.state.names import plain_name
+
+_CALL = _compat.MODULE_CALL
+
+
+class Modules:
+    """Those of a model, by name; None has none. Between ``listen`` and ``stop`` their calls are noted."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        named = [] if model is None else list(model.named_modules())
+        self._names = {id(module): plain_name(name) for name, module in reversed(named)}  # the first of two names
+        self._methods: dict[CodeType, list[int]] = {}
+        of_kind: dict[type, list[int]] = {}
+        for _, module in named:
+            of_kind.setdefault(type(module), []).append(id(module))
+        for kind, members in of_kind.items():
+            for code in _codes(kind):
+                self._methods.setdefault(code, []).extend(members)
+        self._calls: dict[int, int] = {}
+        self._replaced: Any = None
+
+    def listen(self) -> None:
+        """From now on calls are noted. Not by torch's global hooks: ``torch.compile`` warns the program about them."""
+        if not self._names or self._replaced is not None:
+            return
+        original = self._replaced = _compat.module_call()
+        calls = self._calls
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _compat.is_recording():
+                return original(module, *args, **kwargs)
+            key = id(sys._getframe())  # lives, and keeps its identity, until the call is over
+            calls[key] = id(module)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                calls.pop(key, None)
+
+        _compat.set_module_call(call)
+
+    def stop(self) -> None:
+        if self._replaced is not None:
+            _compat.set_module_call(self._replaced)
+            self._replaced = None
+            self._calls.clear()
+
+    def at(self, frame: FrameType) -> str | None:
+        """The name of the module whose method runs in a frame; None if there is none, or it could be several."""
+        code = frame.f_code
+        if code is _CALL:
+            return self._names.get(self._module_at(frame))
+        those = self._methods.get(code)
+        if not those:
+            return None
+        if len(those) == 1:
+            return self._names[those[0]]
+        above = self._called(frame.f_back)
+        if above is None:
+            return None
+        prefix = f"{self._names[above]}.".lstrip(".")
+        some = [above] if above in those else [each for each in those if self._names[each].startswith(prefix)]
+        return self._names[some[0]] if len(some) == 1 else None
+
+    def _called(self, frame: FrameType | None) -> int | None:
+        """The innermost module that is being called."""
+        while frame is not None:
+            called = self._module_at(frame) if frame.f_code is _CALL else 0
+            if called in self._names:
+                return called
+            frame = frame.f_back
+        return None
+
+    def _module_at(self, frame: FrameType) -> int:
+        """The identity of the module that torch calls in a frame, whose caller has noted it."""
+        return self._calls.get(id(frame.f_back), 0)
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    """Of the methods that a class of modules defines or inherits, but for what all modules have."""
+    for each in kind.__mro__:
+        if each is nn.Module:
+            return
+        for value in vars(each).values():
+            function: Any = value.fget if isinstance(value, property) else value
+            while hasattr(function, "__wrapped__"):  # no_grad, checkpointing and the like
+                function = function.__wrapped__
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType) and not isinstance(value, (staticmethod, classmethod)):
+                yield code

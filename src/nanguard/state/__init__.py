@@ -1,0 +1,1 @@
+"""What a training run consists of, and how it is saved and put back."""

@@ -1,0 +1,337 @@
+"""The ring of states known to be good, and the way back to them.
+
+A snapshot is taken between two steps and is only a *candidate* then: it counts as good when later steps, computed from
+it, have stayed finite and the loss has not begun to leave its past. A candidate never takes the place of a good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from nanguard.state.data import Data
+from nanguard.state.snapshots import memory
+from nanguard.state.snapshots.copies import Copier, Copies, write_back
+from nanguard.state.snapshots.options import Snapshots
+from nanguard.state.snapshots.writer import DiskWriter
+from nanguard.state.training_state import Facts, TrainingState
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LAG
+
+log = logging.getLogger("nanguard")
+
+
+@dataclass(slots=True, eq=False)  # facts hold objects of the user, which may not be comparable
+class Snapshot:
+    """The state before step number ``step``; on disk ``copies`` is only there until they are written."""
+
+    step: int
+    facts: Facts
+    copies: Copies | None
+
+
+class SnapshotRing:
+    """Takes snapshots as steps are made, and keeps the good ones. Does not sync, but to go back."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        data: Data,
+        options: Snapshots,
+        *,
+        folder: Path | None,
+        run_facts: Callable[[], Facts],
+        prepare: Callable[[Facts], None],
+    ) -> None:
+        self._parts, self._data, self._options = parts, data, options
+        self._run_facts, self._prepare = run_facts, prepare
+        self._state = TrainingState(parts)
+        self._good: list[Snapshot] = []
+        self._candidate: Snapshot | None = None
+        self._spare: Copies | None = None
+        self._next = 1
+        self._restarted = 0
+        self._keep, self._where = options.keep, options.where
+        self.is_over = False
+        """Whether no more snapshots are taken, since there is no memory for them."""
+        self._disk: DiskWriter | None = None
+        self._copier: Copier | None = None
+        if options.where == "disk":
+            if folder is None:
+                raise ValueError("Snapshots(where='disk') needs a place to write to: give the guard a run_dir")
+            self._disk = DiskWriter(folder / f"rank-{parts.ranks.rank}" if parts.ranks.size > 1 else folder)
+        if options.where != "auto":
+            self._settle_place()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Of the good snapshots, oldest first."""
+        return tuple(snapshot.step for snapshot in self._good)
+
+    def saved(self, name: str) -> Tensor | None:
+        """One tensor of the newest good snapshot, where it is in memory. Waits for the copy."""
+        copies = self._good[-1].copies if self._good else None
+        if copies is None or name not in copies.names:
+            return None
+        copies.wait()
+        return copies[name]
+
+    @contextlib.contextmanager
+    def weights_of_oldest(self) -> Iterator[bool]:
+        """Parameters and buffers are those of the oldest good snapshot; False where none is in memory. Syncs.
+
+        Afterwards they are as they were.
+        """
+        copies = self._good[0].copies if self._good else None
+        if copies is None:
+            yield False
+            return
+        self.fence()
+        copies.wait()
+        live = {name: t for name, t in self._state.of_model().items() if name in copies.names}
+        live = {name: tensor for name, tensor in live.items() if copies[name].shape == tensor.shape}
+        now = {name: tensor.detach().clone() for name, tensor in live.items()}
+        try:
+            copies.put_back(live)
+            yield True
+        finally:
+            write_back(now, live)
+
+    def fence(self) -> None:
+        """Before anything that a snapshot holds is written to: the device finishes reading it first."""
+        if self._copier is not None:
+            self._copier.fence()
+
+    def after_step(self, step: int) -> None:
+        """``step`` steps have been made; takes a snapshot where one is due."""
+        if step >= self._next and self._candidate is None and not self._parts.journal.trend.beyond:
+            self.take(step)
+
+    def take_first(self) -> None:
+        """Before the first step: this state was looked at when the guard was made, and is good.
+
+        Not where the place is to be chosen by how much memory training leaves free, which nobody knows yet.
+        """
+        on_cpu = self._parts.device.type == "cpu"
+        if not self._good and self._candidate is None and (on_cpu or self._copier is not None):
+            self.take(0)
+            if self._candidate is not None:
+                self._keep_candidate()
+                self._next = 1
+
+    def take(self, step: int) -> None:
+        """Takes a snapshot now. If memory runs out, that is logged, and training goes on with none."""
+        if self.is_over or (self._copier is None and not self._settle_place()):
+            return
+        assert self._copier is not None
+        self._next = step + self._options.every
+        if self._disk is not None:
+            self._disk.catch_up()  # it reads from the memory that is to be written to
+        into, self._spare = self._spare, None
+        try:
+            copies = self._copier.take(self._state.tensors(), into, at_once=self._state.buffers())
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            del into
+            self._go_without(f"the snapshot of step {step} does not fit into memory")
+            return
+        facts = {**self._state.facts(), "data": self._data.mark(), "step": step}
+        self._candidate = Snapshot(step, facts, copies)
+        if self._disk is not None:
+            self._disk.write(step, copies, {**facts, "run": self._run_facts()})
+
+    def heard(self, step: int) -> None:
+        """Step number ``step`` is known to have been finite."""
+        candidate = self._candidate
+        is_due = candidate is not None and step >= candidate.step + self._options.confirm - 1
+        if is_due and not self._parts.journal.trend.beyond:
+            self._keep_candidate()
+
+    def _keep_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        assert candidate is not None
+        self._good.append(candidate)
+        if self._disk is not None:
+            # One rank may die with a snapshot confirmed that another has not: they then need the one before.
+            least = 2 if self._parts.ranks.size > 1 else 1
+            self._disk.confirm(candidate.step, keep=max(self._keep, least))
+            self._spare, candidate.copies = candidate.copies, None
+        if len(self._good) > self._keep:
+            self._spare = self._good.pop(0).copies or self._spare
+        self._let_go_of_data()
+
+    def trouble(self, step: int, *, routine: bool = False) -> None:
+        """Step number ``step`` was not finite: a candidate is of no use. A routine back-off only undoes what it saw.
+
+        The next is taken when the host would have heard of the step in either way of guarding.
+        """
+        candidate = self._candidate
+        if candidate is not None and not (routine and step >= candidate.step):
+            self._candidate, self._next = None, 0
+            self._spare = candidate.copies
+            if self._disk is not None:
+                self._disk.discard(candidate.step)
+        self._next = max(self._next, step + 1 + LAG)
+
+    def choose(self, step: int, *, back: int, count: int) -> Snapshot | None:
+        """The newest good one at least ``back`` steps before ``step``; the next older for each further ``count``."""
+        old_enough = [snapshot for snapshot in self._good if snapshot.step <= step - back] or self._good[:1]
+        return old_enough[-min(count, len(old_enough))] if old_enough else None
+
+    def go_back(self, snapshot: Snapshot, *, step: int, now: int) -> Facts:
+        """Puts everything back as it was before trouble showed at ``step``; ``now`` steps were made. Syncs."""
+        self.trouble(now)
+        self.fence()
+        self._good = self._good[: self._good.index(snapshot) + 1]
+        # Where trouble comes back at the same place, the way leads to before it, not to what was taken on the way.
+        self._next = now + max(self._options.every, 2 * (step - max(snapshot.step, self._restarted)))
+        self._restarted = now
+        if snapshot.copies is not None:
+            snapshot.copies.wait()
+            self._state.restore(snapshot.facts, snapshot.copies.__getitem__, snapshot.copies.put_back)
+            return snapshot.facts
+        assert self._disk is not None
+        facts, loaded = self._load(self._disk, snapshot.step)
+        self._good = [each for each in self._good if each.step <= loaded]
+        return facts
+
+    def resume(self) -> Facts | None:
+        """Puts back the newest good snapshot that an earlier process has left on disk; None where there is none."""
+        if self._disk is None:
+            raise ValueError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
+        number = len(self._disk.steps())
+        fewest, most = self._parts.ranks.lowest(number), -self._parts.ranks.lowest(-number)
+        if fewest == 0 and most > 1:
+            raise FileNotFoundError(
+                f"a rank has no snapshot any more that others have: there are {number} in {self._disk.folder}. Bring "
+                "them back, or use another run_dir to begin anew"
+            )
+        if fewest == 0:  # or only some have kept their first one yet, when the run died
+            self._disk.rewind(-1)
+            return None
+        facts, step = self._load(self._disk, None)
+        self._good = [Snapshot(step, facts, None)]
+        self._candidate, self._next = None, facts["run"]["num_steps"] + self._options.every
+        return facts
+
+    def forget(self) -> None:
+        """The run is elsewhere now: nothing that was kept is of its past."""
+        self.trouble(-1)
+        self._good, self._next = [], 1
+
+    def give_back(self) -> bool:
+        """Training has run out of memory: drops the ring if it takes the same memory. True if it did."""
+        shares = self._copier is not None and (self._copier.where == "device" or self._parts.device.type == "cpu")
+        held = [each for each in (*self._good, self._candidate) if each is not None and each.copies is not None]
+        if not shares or not (held or self._spare is not None):
+            return False
+        self._go_without("training needs the memory that snapshots take", stays=self._parts.device.type == "cpu")
+        return True
+
+    def agree(self) -> None:
+        """On a bad day: if one rank had no memory left for snapshots, none has any, and all decide by the same."""
+        if self._parts.ranks.any(self.is_over):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Drops what is in memory, and takes no more snapshots."""
+        self.is_over = True
+        for each in (*self._good, self._candidate):
+            if each is not None and each.copies is not None:
+                self._drop(each.copies)
+        if self._spare is not None:
+            self._drop(self._spare)
+        self._candidate = self._spare = None
+        # What is on disk stays there to go back to, unless other ranks have more of it than this one.
+        self._good = self._good if self._disk is not None and self._parts.ranks.size == 1 else []
+
+    def _drop(self, copies: Copies) -> None:
+        if self._disk is not None:
+            self._disk.drain()  # it may be reading them
+        copies.drop()
+
+    def _go_without(self, why: str, *, stays: bool = False) -> None:
+        """Drops the ring. Where one rank alone cannot decide, and where host memory has run out, there is no other."""
+        on_gpu = self._copier is not None and self._copier.where == "device" and self._parts.device.type == "cuda"
+        moves = on_gpu and self._parts.ranks.size == 1
+        self.give_up()
+        self.is_over = not (moves or stays)
+        if moves:
+            self._copier, self._where = None, "auto"
+        then = "no more are taken" if self.is_over else "the next ones are in host memory" if moves else "taken anew"
+        log.warning("%s: those in memory are dropped, and %s", why, then)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self._disk is not None:
+            self._disk.drain()
+
+    def _load(self, disk: DiskWriter, step: int | None) -> tuple[Facts, int]:
+        """From disk, on all ranks the same step: one of them may have had to take an older one."""
+        ranks = self._parts.ranks
+        while True:
+            try:
+                stored, error = disk.load(step), None
+            except FileNotFoundError as nothing:
+                stored, error = None, nothing
+            # All ranks ask twice, whatever each has found: none may wait for another that asks no more.
+            here = -1 if stored is None else stored.step
+            oldest, newest = ranks.lowest(here), -ranks.lowest(-here)
+            if oldest < 0:
+                raise error or FileNotFoundError(f"another rank can load no snapshot; rank {ranks.rank} has one")
+            if oldest == newest:
+                break
+            step = oldest
+        disk.rewind(stored.step)
+        self._prepare(stored.facts["run"])
+        self._state.restore(stored.facts, stored.tensors.__getitem__, lambda live: write_back(stored.tensors, live))
+        return stored.facts, stored.step
+
+    def _let_go_of_data(self) -> None:
+        marks = [snapshot.facts["data"] for snapshot in self._good]
+        numbers = [mark["number"] for mark in marks if mark is not None]
+        if numbers:
+            self._data.forget_before(min(numbers))
+
+    def _settle_place(self) -> bool:
+        """Finds out where the ring goes, and logs how much memory it takes. False if there is no room."""
+        options, device = self._options, self._parts.device
+        each = memory.expected_state_bytes(self._parts.model, self._parts.skippable.optimizers, self._state.tensors())
+        if self._where == "auto":
+            self._keep = self._room_in_host_memory(each)
+            if self._keep == 0:
+                self.is_over = True
+                log.warning(
+                    "no snapshots are taken: the fewest, 2 of %s each, would take more than a quarter of the host "
+                    "memory that is free. To have them all the same: snapshots=Snapshots(where='disk')",
+                    memory.human(each),
+                )
+                return False
+        else:
+            folder = None if self._disk is None else self._disk.folder
+            total = each * (options.keep + 1)
+            memory.require_fit(total, self._where, device, folder=folder, each=each, keep=options.keep)
+        fewer = f" of {options.keep}, since memory is short," if self._keep < options.keep else ""
+        log.info(
+            "snapshots of %s every %d steps, %d kept%s and one in the making: %s %s",
+            memory.human(each),
+            options.every,
+            self._keep,
+            fewer,
+            memory.human(each * (self._keep + 1)),
+            {"device": f"on {device}", "disk": "on disk"}.get(self._where, "in host memory"),
+        )
+        self._copier = Copier(device, "device" if self._where == "device" else "host")
+        return True
+
+    def _room_in_host_memory(self, each: int) -> int:
+        """How many snapshots can be kept there, the same on all ranks."""
+        ranks = self._parts.ranks
+        free, sharers = memory.free_bytes("host", self._parts.device), memory.sharers_of_host(ranks.size)
+        return ranks.lowest(memory.ring_that_fits(each, keep=self._options.keep, free=free, sharers=sharers))

@@ -1,0 +1,1 @@
+"""One guarded step: measure, agree, protect, judge, decide, act, record."""

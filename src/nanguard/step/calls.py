@@ -1,0 +1,185 @@
+"""What is noted of the model's calls in a loop of the user's own, so that they can be made again on a bad day.
+
+References only: the inputs of the outermost module, random states, and the gradient that reached its output, where that
+is small. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard import _compat
+from nanguard.source.frames import Place, calling_line
+from nanguard.state.rng import RngState
+
+_MOST_CALLS = 16
+_LARGEST_GRADIENT = 32 << 20
+"""In bytes: a gradient that is kept lives until the step's reading has been heard of."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of the model, or of one ``module`` of several that train together.
+
+    ``gradients`` are those of its outputs, None where there was none or it is too large. ``place`` is the line of it.
+    Where it ``gave_nonfinite`` values the gradients say nothing more, in other conditions either.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rng: RngState | None
+    autocast: tuple[bool, torch.dtype]
+    gradients: list[Tensor | None] = field(default_factory=list)
+    misses_gradients: bool = False
+    module: nn.Module | None = None
+    place: Place | None = None
+    gave_nonfinite: bool = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any reached its outputs."""
+        return any(gradient is not None for gradient in self.gradients)
+
+    def again(self, model: nn.Module) -> Tensor:
+        """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
+        args, kwargs = _cut_off(self.args), _cut_off(self.kwargs)
+        outputs = list(_outputs((self.module or model)(*args, **kwargs)))
+        if any(not bool(torch.isfinite(output.detach()).all()) for output in outputs):
+            self.gave_nonfinite = True
+        parts = []
+        for place, output in enumerate(outputs):
+            gradient = self.gradients[place] if place < len(self.gradients) and not self.gave_nonfinite else None
+            if gradient is None:
+                parts.append((output if output.is_complex() else output.float()).sum())
+            else:
+                parts.append(_Given.apply(output, gradient.detach()))  # type: ignore[no-untyped-call]
+        if not parts:
+            raise ValueError("the model gave no tensor that a gradient could reach")
+        return torch.stack([part.real if part.is_complex() else part for part in parts]).sum()
+
+
+class _Given(torch.autograd.Function):
+    """Zero, with this gradient: nothing is computed that could overflow."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros((), dtype=None if output.is_complex() else torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> Any:
+        return ctx.gradient, None
+
+
+class CallRecorder:
+    """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
+
+    ``opens`` gives the list to write to, or None where calls are not to be noted now; ``note`` the random states.
+    """
+
+    def __init__(
+        self, opens: Callable[[], list[Call] | None], note: Callable[[], RngState | None], device: str
+    ) -> None:
+        self._opens, self._note, self.device = opens, note, device
+
+    def listen(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True)
+        model.register_forward_hook(_Hook(self.leave))
+        model.__dict__["__prepare_scriptable__"] = _Unhooked(model, model.__dict__.get("__prepare_scriptable__"))
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls = self._opens()
+        if calls is None or not torch.is_grad_enabled():
+            return
+        if len(calls) >= _MOST_CALLS:
+            del calls[0]
+        mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        calls.append(Call(args, kwargs, self._note(), mode, place=calling_line()))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        calls = self._opens()
+        if not calls or not torch.is_grad_enabled():
+            return
+        call = calls[-1]
+        for place, tensor in enumerate(_outputs(output)):
+            call.gradients.append(None)
+            if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
+                call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
+            else:
+                tensor.register_hook(_Saver(call.gradients, place))  # type: ignore[no-untyped-call]
+
+
+class _Hook:
+    """Does nothing in copies, in pickles, and while torch records the program (``torch.compile``, ``torch.jit``)."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None and not _compat.is_recording():
+            self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+class _Unhooked:
+    """The model without our hooks, for ``torch.jit.script``, which would try to compile them and raise."""
+
+    def __init__(self, model: nn.Module, before: Callable[[], nn.Module] | None) -> None:
+        self._model, self._before = model, before
+
+    def __call__(self) -> nn.Module:
+        model = self._model if self._before is None else self._before()
+        kind = type(model)
+        plain = kind.__new__(kind)
+        vars(plain).update(vars(model))
+        vars(plain).pop("__prepare_scriptable__", None)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(model)[name].items()
+            vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, _Hook))
+        return plain
+
+
+class _Saver:
+    def __init__(self, into: list[Tensor | None], place: int) -> None:
+        self._into, self._place = into, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._into[self._place] = gradient
+
+
+def _cut_off(tree: Any) -> Any:
+    """With tensors that other modules have made as if they were given: their graph has been freed."""
+    if isinstance(tree, Tensor):
+        return tree if tree.is_leaf else tree.detach().requires_grad_()
+    if type(tree) is dict:
+        return {key: _cut_off(child) for key, child in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_cut_off, tree))
+    return tree
+
+
+def _outputs(tree: Any) -> Iterator[Tensor]:
+    """Tensors that a gradient can reach, in a fixed order."""
+    if isinstance(tree, Tensor):
+        if tree.requires_grad and (tree.is_floating_point() or tree.is_complex()):
+            yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _outputs(child)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _outputs(child)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for each in fields(tree):
+            yield from _outputs(getattr(tree, each.name))

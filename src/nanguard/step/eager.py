@@ -1,0 +1,138 @@
+"""Guarding with the host in the know: it reads every measurement before it lets the optimizers step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from nanguard.records.steps import Action, Means, Outcome, Reading, Verdict
+from nanguard.recovery.recovery import Recovery
+from nanguard.step.measurement import Group, MeasuredValues
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LAG, PendingStep
+
+
+class Eager:
+    """One sync a step, where the device is not the CPU."""
+
+    def __init__(self, parts: StepParts, recovery: Recovery) -> None:
+        self._parts, self._recovery = parts, recovery
+        self._good = torch.zeros((), dtype=torch.float32, device=parts.device)
+        self._bad = torch.ones_like(self._good)
+        self._unwatched: deque[tuple[PendingStep, Reading]] = deque()
+
+    def before(self) -> None:
+        """Looks at the trend of the loss as late as the other way of guarding does, so that both do the same."""
+        while len(self._unwatched) >= LAG:
+            self._watch()
+
+    def settle(self) -> None:
+        """Not in the middle of a step, which going back would tear apart."""
+        pending = self._parts.pending
+        if pending is None or not pending.losses:
+            self._catch_up()
+
+    def is_verified(self) -> bool:
+        return True
+
+    def drop_in_flight(self) -> None:
+        self._unwatched.clear()
+
+    def note(self, pending: PendingStep) -> None:
+        parts = self._parts
+        parts.buffers.note_()
+        pending.training = [(module, module.training) for module in parts.modules]
+
+    def finish(self, pending: PendingStep) -> None:
+        parts = self._parts
+        pending.lrs = parts.schedule.known_rates
+        groups = parts.gather(pending)
+        reply = self._ask(pending, groups)
+        verdict = parts.judge(parts.read(pending, reply))
+        action = Action(response="apply")
+        if parts.drops_gradients and verdict.kind == "nonfinite":
+            could = replace(verdict, means=Means(can_drop_gradients=True))
+            action = parts.policy.decide(parts.journal.history, could)
+        if action.response == "drop_gradients":
+            # Asked again by all ranks together, whatever each of them has dropped: their answers must not differ.
+            _drop_gradients(groups, reply.bad_params)
+            groups = parts.param_groups.call()
+            left = parts.read(pending, self._ask(pending, groups))
+            verdict = parts.judge(replace(left, dropped_gradients=verdict.reading.gradients))
+        if verdict.kind == "healthy":
+            self._apply(pending, groups, verdict, action)
+        else:
+            self._refuse(pending, verdict)
+
+    def _apply(self, pending: PendingStep, groups: list[Group], verdict: Verdict, action: Action) -> None:
+        parts = self._parts
+        parts.clipper.clip_(groups, parts.measurement.norms)
+        self._recovery.fence()
+        with parts.looking_at_update() if parts.is_careful else contextlib.nullcontext() as spoiled:
+            parts.skippable.step()
+        if spoiled:
+            reading = replace(verdict.reading, found=("update",))
+            self._refuse(pending, replace(verdict, kind="nonfinite", reading=reading))
+            return
+        parts.update_average()
+        parts.clipper.remember_()
+        parts.schedule.tick()
+        if parts.scaler is not None:
+            parts.scaler.update_(self._good)
+        parts.skippable.end_step()
+        self._unwatched.append((pending, verdict.reading))
+        parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
+
+    def _refuse(self, pending: PendingStep, verdict: Verdict) -> None:
+        parts = self._parts
+        self._recovery.fence()
+        is_routine = verdict.kind == "overflow" and not verdict.reading.buffers
+        if not (is_routine and parts.scaler is not None and parts.scaler.keeps_buffers):
+            parts.buffers.undo_()
+        if parts.scaler is not None:
+            parts.scaler.update_(self._bad)
+        parts.skippable.end_step()
+        if verdict.kind == "overflow":
+            self._recovery.back_off(verdict.reading.step)
+            parts.journal.record(Outcome(verdict=verdict, action=Action(response="back_off"), applied=False))
+            return
+        if not self._catch_up():
+            with self._recovery.casebook.letting_interrupts_out():
+                parts.journal.record(self._recovery.answer(pending, verdict.reading).outcome(applied=False))
+
+    def _catch_up(self) -> bool:
+        """Looks at all there is; whether the run has gone back by it, and what came after counts no more."""
+        return any(iter(self._watch, None))
+
+    def _watch(self) -> bool | None:
+        """Looks at the oldest reading there is, None where there is none."""
+        if not self._unwatched:
+            return None
+        answer = self._recovery.watch(*self._unwatched.popleft())
+        if answer is None:
+            return False
+        if answer.went_back:
+            self.drop_in_flight()
+        self._parts.journal.remember(answer.outcome(applied=True))
+        return answer.went_back
+
+    def _ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues:
+        """Measures, and waits for the answer: the one sync."""
+        self._parts.measure(pending, groups)
+        self._parts.measurement.agree_()
+        return MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())
+
+
+def _drop_gradients(groups: list[Group], bad: Sequence[nn.Parameter]) -> None:
+    """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter.
+
+    Where all are bad there is no step to save, and they stay.
+    """
+    if len(bad) < sum(len(group.params) for group in groups):
+        for param in bad:
+            param.grad = None

@@ -1,0 +1,383 @@
+"""Opens steps, has them computed, hands them to one of the two ways of guarding, and knows where the data are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.diagnosis.scheduler import How
+from nanguard.errors import ProtocolError
+from nanguard.incidents.bundle import Bundles
+from nanguard.recovery.recovery import Recovery
+from nanguard.source.frames import calling_line
+from nanguard.state.data import Data
+from nanguard.state.rng import RngState
+from nanguard.state.snapshots.options import Snapshots
+from nanguard.state.snapshots.ring import SnapshotRing
+from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.eager import Eager
+from nanguard.step.late import Late
+from nanguard.step.measurement import MeasurementLayout
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LossFn, Microbatch, PendingStep
+
+log = logging.getLogger("nanguard")
+
+
+class StepEngine:
+    """One at a time. ``late`` is there where the device decides by itself."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        *,
+        sync: str,
+        accumulate: int,
+        snapshots: Snapshots | None,
+        diagnose: How,
+        bundles: Bundles | None,
+        run_dir: str | Path | None,
+    ) -> None:
+        self.parts = parts
+        self.accumulate = accumulate
+        self.num_epochs = 0
+        self.data = Data(parts.device, parts.rng_reader)
+        folder = None if run_dir is None else Path(run_dir) / "snapshots"
+        self.ring = (
+            None
+            if snapshots is None
+            else SnapshotRing(parts, self.data, snapshots, folder=folder, run_facts=self.facts, prepare=self._prepare)
+        )
+        self.recovery = Recovery(parts, self.data, self.ring, diagnose=diagnose, bundles=bundles)
+        self.late = Late(parts, self.recovery) if sync == "late" else None
+        self.mode = self.late or Eager(parts, self.recovery)
+        self._captured: tuple[MeasurementLayout, Tensor] | None = None
+        self._left_early = False
+        self._recorder = CallRecorder(self._open_calls, self._note_random_states, parts.device.type)
+        self._listens = diagnose == "off"
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def on_one(self, loss_fn: LossFn, batch: Any) -> Any:
+        """A micro-batch; the last of a step finishes it."""
+        pending = self.parts.pending
+        if pending is None or not pending.rerunnable:
+            pending = self.open(rerunnable=True, divisor=self.accumulate)
+            self.parts.skippable.zero_grad()  # another loss, or another guard, may have left something
+        ends = len(pending.losses) + 1 == pending.divisor
+        # Where the loader has no length any batch may be the last one, so ranks then average after each.
+        micro = self._microbatch(loss_fn, batch, is_last=ends or self._may_end_epoch)
+        loss, aux = self._run(pending, micro)
+        micro.shown = loss
+        if ends:
+            self.finish(pending)
+        return (loss, *aux) if aux else loss
+
+    def on_many(self, loss_fn: LossFn, batches: Sequence[Any]) -> Any:
+        """A whole step of several micro-batches."""
+        if not batches or self.accumulate != 1:
+            raise ValueError(
+                f"microbatches needs at least one batch and accumulate=1, got {len(batches)} batches and "
+                f"accumulate={self.accumulate}"
+            )
+        pending = self.open(rerunnable=True, divisor=len(batches))
+        self.parts.skippable.zero_grad()
+        auxes = []
+        for place, batch in enumerate(batches, start=1):
+            micro = self._microbatch(loss_fn, batch, is_last=place == len(batches))
+            _, aux = self._run(pending, micro)
+            auxes.append(aux)
+        pending.shown = pending.mean_loss().clone()
+        self.finish(pending)
+        # By how many values came back, never by what they are: an array has no single truth value.
+        if not any(len(aux) for aux in auxes):
+            return pending.shown
+        return pending.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
+
+    def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
+        """Begins a step: hears of what is due, then notes what the step may change."""
+        if not self.parts.is_capturing:
+            self.parts.last_forward.mend_in_any_case_()
+            self.mode.before()
+            self._ease()
+            self._before_the_first_step()
+        elif self.late is None or not self.late.is_settled:
+            raise ProtocolError(
+                "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
+                "fused, capturable optimizers, and call guard.settle() before the capture"
+            )
+        pending = PendingStep(self.parts.num_steps, self.num_epochs, self._position, rerunnable, divisor)
+        pending.last_seen = self.data.last
+        self.parts.islands.put_back()
+        self.mode.note(pending)
+        self.parts.ranks.forget_()
+        self.parts.pending = pending
+        if not rerunnable:
+            self.recovery.examinations.live.begin(pending.last_seen)
+        return pending
+
+    @contextlib.contextmanager
+    def in_own_loop(self) -> Iterator[None]:
+        """Around the forward pass of a loop of the user's own: what the model is given is noted."""
+        if not self._listens:
+            self._listens = True
+            self._recorder.listen(self.parts.model)
+        with self._giving_memory_back(), self.recovery.examinations.live.watching(), self.parts.precision.autocast():
+            yield
+
+    def backward(self, pending: PendingStep, loss: Tensor) -> None:
+        """In a loop of the user's own."""
+        live = self.recovery.examinations.live
+        if self.parts.device.type == "cpu" and isinstance(loss, Tensor):  # elsewhere looking would mean waiting
+            pending.graph_finding = examine_graph([loss], calling_line()) or pending.graph_finding
+        with self._giving_memory_back(), live.watching():
+            self.parts.backward(pending, loss)
+        pending.live = live.after_backward(loss) or pending.live
+
+    def _open_calls(self) -> list[Call] | None:
+        pending = self.parts.pending
+        return None if pending is None or pending.rerunnable or self.parts.is_capturing else pending.calls
+
+    def _note_random_states(self) -> RngState:
+        return self.parts.rng_reader.now(self.parts.num_steps)
+
+    def finish(self, pending: PendingStep) -> None:
+        self.parts.pending = None
+        pending.last_batch = self._position
+        if self.late is not None and self.parts.is_capturing:
+            self.late.protect(pending)
+            self.parts.is_captured = True
+            self._captured = (
+                pending.layout,
+                self.parts.measurement.filled,
+            )  # a graph goes on writing to this very memory
+            return
+        self.parts.last_forward.mend_unused_()
+        self.parts.last_forward.forget()
+        self.parts.num_steps += 1
+        if self.data.is_going_back:  # the rest of a loop's body, of a batch that will come again
+            self.parts.clear()
+            self.parts.journal.counts["lost"] += 1
+            return
+        with self._giving_memory_back(), self.parts.leaving_no_trace():
+            self.mode.finish(pending)
+        self._after_step()
+
+    def replay(self, graph: Any) -> None:
+        """A step that was captured before."""
+        if self.late is None or self._captured is None:
+            raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
+        layout, values = self._captured
+        pending = self.open(rerunnable=False, divisor=1)
+        pending.layout = layout
+        self.parts.pending = None
+        self.parts.num_steps += 1
+        self.recovery.fence()
+        graph.replay()
+        self.late.post(pending, values)
+        self._after_step()
+
+    def _before_the_first_step(self) -> None:
+        if self.ring is not None and self.parts.num_steps == 0:
+            self.ring.take_first()
+
+    def _after_step(self) -> None:
+        """Inside ``guard.epoch`` snapshots are taken between two batches, of which each may make several steps."""
+        if self.ring is not None and self.data.current is None:
+            self.ring.after_step(self.parts.num_steps)
+
+    def _ease(self) -> None:
+        """Measures that have been in force for long enough are taken back, with nothing in flight."""
+        step, recovery = self.parts.num_steps, self.recovery
+        if recovery.mitigations.are_due(step, recovery.last_trouble):
+            self.mode.settle()
+            recovery.ease(step)
+
+    def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
+        averages_ranks = isinstance(self.parts.model, DistributedDataParallel)
+        micro = Microbatch(loss_fn, batch, None, reduce_gradients=is_last or not averages_ranks)
+        if not self.parts.is_capturing:
+            pending = self.parts.pending
+            self.parts.note_world(micro, self.parts.num_steps if pending is None else pending.step)
+        return micro
+
+    def _run(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        loss, aux = self._forward_backward(pending, micro)
+        pending.microbatches.append(micro)
+        self.parts.look_back(micro)
+        return loss, aux
+
+    # ---- memory that has run out ---------------------------------------------------------------------------------
+
+    def _forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """If memory runs out, it gets back what is held for recovery, and the step is run again, once."""
+        try:
+            return self.parts.forward_backward(pending, micro)
+        except torch.OutOfMemoryError:
+            if not (self.recovery.give_memory_back() and self._can_run_alone(micro)):
+                raise
+        # Not inside the handler: the error holds all that the failed pass had computed.
+        log.warning("step %d ran out of memory: nanguard gave back what it held, and runs it again", pending.step)
+        gc.collect()
+        if self.parts.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._from_its_beginning(pending, micro)
+
+    def _can_run_alone(self, micro: Microbatch) -> bool:
+        """Not if other ranks have gone on, if DDP waits for the rest of a backward pass, or in a CUDA graph."""
+        ddp = isinstance(self.parts.model, DistributedDataParallel)
+        return micro.rng is not None and self.parts.ranks.size == 1 and not ddp
+
+    def _from_its_beginning(self, pending: PendingStep, last: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """All micro-batches of a step that was cleared, in the world each had: gradients may hold half of the last."""
+        parts = self.parts
+        for module, training in pending.training:
+            module.training = training
+        pending.losses.clear()
+        pending.flags.clear()
+        pending.in_microbatch = False
+        parts.pending = pending
+        self.mode.note(pending)
+        parts.ranks.forget_()
+        for micro in (*pending.microbatches, last):
+            if micro.rng is not None:
+                micro.rng.restore(parts.device)
+            enabled, dtype = micro.autocast
+            with torch.autocast(parts.device.type, dtype=dtype, enabled=enabled):
+                loss, aux = parts.forward_backward(pending, micro)
+            micro.show(loss)
+        return loss, aux
+
+    @contextlib.contextmanager
+    def _giving_memory_back(self) -> Iterator[None]:
+        """Around what cannot be run again here: the program may catch the error, and try again with more memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.recovery.give_memory_back()
+            raise
+
+    # ---- the course of an epoch ----------------------------------------------------------------------------------
+
+    @property
+    def _position(self) -> int | None:
+        """Of the batch at hand; None outside ``guard.epoch``."""
+        return None if self.data.current is None else self.data.current.position - 1
+
+    @property
+    def _may_end_epoch(self) -> bool:
+        walk = self.data.current
+        return walk is not None and not self._left_early and (walk.length is None or walk.position == walk.length)
+
+    def begin_epoch(self, loader: Iterable[Any]) -> int:
+        self.parts.drop_unfinished()
+        self.settle()
+        if self.data.current is not None:  # the last epoch was left early
+            self.data.abandon()
+            self.parts.schedule.tick_epoch()
+        if self.ring is None:  # nobody will ever go back to an earlier pass
+            self.data.passes.clear()
+        self.num_epochs += 1
+        self._left_early = False
+        self.num_epochs = self.data.begin(loader, self.num_epochs).number
+        self.parts.look_again()
+        self._before_the_first_step()
+        return self.num_epochs
+
+    def hear(self) -> None:
+        between_steps = self.parts.pending is None or not self.parts.pending.losses
+        if between_steps:
+            self.parts.last_forward.mend_()  # a snapshot may be taken now
+            self.mode.before()
+        self._follow()
+        if between_steps and self.ring is not None:
+            self.ring.after_step(self.parts.num_steps)
+
+    def leave_epoch(self, number: int) -> None:
+        if number == self.num_epochs:  # a generator may be closed long after its loop was left
+            self.parts.drop_unfinished()
+            self._left_early = True
+
+    def end_epoch(self) -> bool:
+        pending = self.parts.pending
+        if pending is not None and pending.rerunnable and self._may_end_epoch:
+            self.finish(pending)
+        self.parts.drop_unfinished()
+        self.settle()
+        if not self.data.is_going_back:
+            self._look_at_what_is_left()
+        if self.data.is_going_back:
+            self._follow()
+            return True
+        self.parts.schedule.tick_epoch()
+        goes_on = self.data.end()
+        self._follow()
+        return goes_on
+
+    def _look_at_what_is_left(self) -> None:
+        """What an optimizer has made of finite gradients shows in the next step; after the last there is none."""
+        answer = self.recovery.look(PendingStep(self.parts.num_steps, self.num_epochs, self._position, False, 1))
+        if answer is not None:
+            self.mode.drop_in_flight()
+            self.parts.journal.remember(answer.outcome(applied=False))
+
+    def settle(self) -> None:
+        if self.parts.pending is None or not self.parts.pending.losses:
+            self.parts.last_forward.mend_()
+        self.mode.settle()
+
+    def ask_the_host(self) -> None:
+        """Before each step, from now on."""
+        self.settle()
+        self.late, self.mode = None, Eager(self.parts, self.recovery)
+
+    def _follow(self) -> None:
+        """The data take the way back that was chosen, and the number of the epoch goes with them."""
+        self.data.settle()
+        if self.data.current is not None:
+            self.num_epochs = self.data.current.number
+
+    # ---- to be saved ---------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What another process needs besides the snapshot itself, in plain numbers. Does not sync."""
+        return {
+            "num_steps": self.parts.num_steps,
+            "num_epochs": self.num_epochs,
+            "journal": self.parts.journal.state_dict(),
+            "measures": self.recovery.mitigations.state_dict(),
+            "kept_fp32": self.parts.islands.state_dict(),
+        }
+
+    def resume(self) -> int | None:
+        """From the newest snapshot on disk; how many steps had been made."""
+        if self.ring is None:
+            raise ProtocolError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
+        facts = self.ring.resume()
+        if facts is None:
+            return None
+        self.mode.drop_in_flight()
+        self.load_facts(facts["run"])
+        self.num_epochs = max(0, self.num_epochs - (facts["data"] is not None))  # the next epoch is the one it was in
+        self.data.resume_at(facts["data"], RngState.from_dict(facts["rng"]))
+        return self.parts.num_steps
+
+    def _prepare(self, facts: dict[str, Any]) -> None:
+        """Before a snapshot of another process is put back: weights that had been cast to fp32 are to be so again."""
+        if facts["measures"]["cast"]:
+            self.recovery.mitigations.cast()
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        self.parts.num_steps, self.num_epochs = facts["num_steps"], facts["num_epochs"]
+        self.parts.journal.load_state_dict(facts["journal"])
+        self.parts.islands.load_state_dict(facts["kept_fp32"])
+        self.recovery.mitigations.load_state_dict(facts["measures"])

@@ -1,0 +1,259 @@
+"""Guarding with the host told later: the device decides by the latch, and nothing waits for it.
+
+A bad step raises the latch, every optimizer step reads it, and only the host takes it down again. Until then all
+later steps change nothing either, so the host finds the world exactly as the bad batch found it. The steps in between,
+the wake, are then run again; the run is bit for bit the one that asks at every step. In a loop of the user's own they
+cannot be run again and count as lost.
+
+The host looks at a step's reading when the second step after it begins. That moment is fixed, not "when the copy
+happens to be there", so that all ranks learn at the same point and a run can be repeated. By then the copy has long
+arrived, or the device has a full step of work queued: waiting for it leaves no gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.errors import ProtocolError
+from nanguard.records.steps import Action, Outcome, Verdict
+from nanguard.recovery.recovery import Recovery
+from nanguard.state.undo import Undo
+from nanguard.step.measurement import MeasuredValues
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LAG, PendingStep
+from nanguard.step.readback import AsyncReadback
+
+
+class Late:
+    """No sync at all on a healthy step."""
+
+    def __init__(self, parts: StepParts, recovery: Recovery) -> None:
+        self._parts, self._recovery = parts, recovery
+        self._averages = Undo(parts.device)
+        if parts.ema is not None:
+            self._averages.watch_all(parts.ema)
+        self._readbacks = AsyncReadback(parts.device)
+        self._in_flight: deque[PendingStep] = deque()
+        self.latch = torch.zeros((), dtype=torch.float32, device=parts.device)
+
+    def before(self) -> None:
+        """Hears of the steps that are due, before the next one begins."""
+        while len(self._in_flight) >= LAG:
+            self._hear()
+
+    def settle(self) -> None:
+        pending = self._parts.pending
+        if pending is not None and pending.losses and self._in_flight:
+            raise ProtocolError(
+                f"guard.settle() was called in the middle of a step, after {len(pending.losses)} backward passes and "
+                "before its update: steps in flight may have to run again first. Call it between steps"
+            )
+        if self._in_flight:
+            self._parts.pending = None  # one that has only begun begins anew
+        while self._in_flight:
+            self._hear()
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._in_flight
+
+    def is_verified(self) -> bool:
+        """Whether all that was done is known to be finite, as far as the host can tell without waiting."""
+        return all(
+            pending.readback is not None and pending.readback.has_arrived() for pending in self._in_flight
+        ) and not any(map(self._holds_latch, self._in_flight))
+
+    def drop_in_flight(self) -> None:
+        """The run goes back: what is under way counts no more."""
+        self._in_flight.clear()
+        self.latch.zero_()
+
+    def note(self, pending: PendingStep) -> None:
+        parts = self._parts
+        pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
+        pending.schedule = parts.schedule.note()
+        pending.num_states = parts.skippable.num_states()
+        pending.training = [(module, module.training) for module in parts.modules]
+
+    def finish(self, pending: PendingStep) -> None:
+        try:
+            self.protect(pending)
+        except BaseException:
+            # No reading of this step will ever arrive to take down a latch that it has raised.
+            self._averages.undo_()
+            self.latch.fill_(float(any(map(self._holds_latch, self._in_flight))))
+            raise
+        self.post(pending, self._parts.measurement.filled)
+
+    def _holds_latch(self, pending: PendingStep) -> bool:
+        assert pending.readback is not None
+        verdict = self._judge(pending, pending.readback.values())
+        return verdict.kind == "nonfinite" or (verdict.kind == "overflow" and pending.latches)
+
+    def _judge(self, pending: PendingStep, values: list[float]) -> Verdict:
+        reading = self._parts.read(pending, MeasuredValues(pending.layout, values))
+        if pending.is_spoiled:
+            reading = replace(reading, found=(*reading.found, "update"))
+        return self._parts.judge(reading)
+
+    def protect(self, pending: PendingStep) -> None:
+        """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
+        parts = self._parts
+        groups = parts.gather(pending)
+        parts.measure(pending, groups)
+        latched_before = self.latch.clone() if parts.scaler is not None else None
+        skip = self._raise_latch_(pending)
+        parts.clipper.clip_(groups, parts.measurement.norms)
+        self._recovery.fence()
+        if parts.is_careful:
+            self._step_carefully(pending, skip)
+        else:
+            parts.skippable.step_unless(skip)
+        parts.buffers.undo_where_(skip)
+        parts.update_average()
+        self._averages.undo_where_(skip)
+        parts.clipper.remember_(skip)
+        if parts.scaler is not None:
+            parts.scaler.update_(skip, frozen=latched_before)
+        parts.skippable.end_step()
+
+    def _step_carefully(self, pending: PendingStep, skip: Tensor) -> None:
+        with self._parts.looking_at_update() as spoiled:
+            self._parts.skippable.step_unless(skip)
+        if spoiled:
+            pending.is_spoiled = True
+            skip.fill_(1.0)
+            self.latch.fill_(1.0)
+
+    def post(self, pending: PendingStep, values: Tensor) -> None:
+        """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
+        pending.readback = self._readbacks.post(values)
+        pending.lrs = self._parts.schedule.known_rates
+        self._in_flight.append(pending)
+        self._parts.schedule.tick()
+
+    def _raise_latch_(self, pending: PendingStep) -> Tensor:
+        """Raises the latch where the step is bad; returns the flag by which to skip this one."""
+        parts = self._parts
+        measurement, scaler = parts.measurement, parts.scaler
+        agreed = measurement.agree_()
+        # A routine overflow in a loop of the user's own skips its step and no other, as a GradScaler would: what is in
+        # flight behind it could not be run again. Optimizer state that the step makes must be taken back, though.
+        pending.latches = pending.rerunnable or scaler is None or agreed is not None or parts.skippable.lacks_state()
+        if agreed is not None:
+            torch.maximum(self.latch, agreed, out=self.latch)
+            return self.latch
+        if pending.latches or scaler is None:
+            measurement.raise_flag_(self.latch)
+            return self.latch
+        skip = self.latch.clone()
+        measurement.raise_flag_(skip)
+        measurement.raise_flag_but_for_gradients_(self.latch)
+        torch.maximum(self.latch, skip * (scaler.scale <= scaler.floor), out=self.latch)
+        return skip
+
+    def _hear(self) -> None:
+        """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
+        parts, pending = self._parts, self._in_flight.popleft()
+        assert pending.readback is not None
+        verdict = self._judge(pending, pending.readback.read())
+        if verdict.kind == "healthy":
+            parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
+            answer = self._recovery.watch(pending, verdict.reading)
+            if answer is not None:
+                if answer.went_back:
+                    self.drop_in_flight()
+                parts.journal.remember(answer.outcome(applied=True))
+            return
+        overflow = Outcome(verdict=verdict, action=Action(response="back_off"), applied=False)
+        if verdict.kind == "overflow":
+            self._recovery.back_off(verdict.reading.step)
+        if verdict.kind == "overflow" and not pending.latches:
+            self._take_back_tick(pending)
+            parts.journal.record(overflow)
+            return
+        wake = self._put_back(pending)
+        if verdict.kind == "overflow":
+            self._go_on(overflow, wake)
+            return
+        with self._recovery.casebook.letting_interrupts_out():
+            answer = self._recovery.answer(pending, verdict.reading)
+            if answer.went_back:
+                parts.journal.record(answer.outcome(applied=False))
+            else:
+                self._go_on(answer.outcome(applied=False), wake)
+
+    def _take_back_tick(self, pending: PendingStep) -> None:
+        """The schedule as if this step had not advanced it and the ones in flight behind it had."""
+        schedule = self._parts.schedule
+        if schedule.is_ours and pending.schedule is not None:
+            schedule.restore(pending.schedule)
+            for later in self._in_flight:
+                later.schedule = schedule.note()
+                schedule.tick()
+
+    def _put_back(self, pending: PendingStep) -> list[PendingStep]:
+        """Puts back what only the host can, and takes the latch down; returns the wake."""
+        parts, wake = self._parts, list(self._in_flight)
+        self._in_flight.clear()
+        parts.skippable.forget_states_after(pending.num_states)
+        if parts.schedule.is_ours and pending.schedule is not None:
+            parts.schedule.restore(pending.schedule)
+        for undo, copies in pending.elsewhere:
+            undo.put_back(copies)
+        self.latch.zero_()
+        return wake
+
+    def _go_on(self, outcome: Outcome, wake: list[PendingStep]) -> None:
+        """Records, and runs the wake again."""
+        goes_on = outcome.action.response != "halt" and not self._recovery.casebook.is_interrupted
+        rerun = [each for each in wake if each.rerunnable] if goes_on else []
+        self._parts.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))
+        if rerun:
+            self._run_again(rerun)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _run_again(self, wake: list[PendingStep]) -> None:
+        """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
+        parts, waiting = self._parts, deque(wake)
+        rng, schedule = parts.rng_reader.now(), parts.schedule.note()
+        training = [(module, module.training) for module in parts.modules]
+        try:
+            while waiting:
+                self._run_one_again(waiting[0])
+                waiting.popleft()
+        finally:
+            rng.restore(parts.device)
+            _set_training(training)
+            if not parts.schedule.is_ours:
+                parts.schedule.restore(schedule)
+            parts.journal.counts.update(rerun=-len(waiting), lost=len(waiting))
+
+    def _run_one_again(self, pending: PendingStep) -> None:
+        parts = self._parts
+        if not parts.schedule.is_ours and pending.schedule is not None:
+            parts.schedule.restore(pending.schedule)
+        _set_training(pending.training)
+        again = parts.pending = pending.afresh()
+        self.note(again)
+        parts.ranks.forget_()
+        for micro in again.microbatches:
+            if micro.rng is not None:
+                micro.rng.restore(parts.device)
+            enabled, dtype = micro.autocast
+            with torch.autocast(parts.device.type, dtype=dtype, enabled=enabled):
+                loss, _ = parts.forward_backward(again, micro)
+            micro.show(loss)
+        again.show_mean()
+        parts.pending = None
+        self.finish(again)
+
+
+def _set_training(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training

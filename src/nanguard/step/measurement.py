@@ -1,0 +1,226 @@
+"""The board: one float64 vector on the device that holds all that a step has to say, copied to the host in one piece.
+
+    scale | votes of the ranks | flags of micro-batches | loss | buffers | gradients
+
+From the loss on, each entry is finite exactly when its tensor is: the step is sound when all of them are. Kernels write
+straight into their places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.numerics.finite import raise_flag_
+from nanguard.numerics.norm import are_alike, combine_, tensor_norms
+from nanguard.step.optimizers import SkippableOptimizers
+from nanguard.step.ranks import Ranks
+
+
+class Group:
+    """Parameters that have a gradient and share one norm, with these gradients."""
+
+    __slots__ = ("alike", "grads", "params")
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = [p for p in params if p.grad is not None]
+        self.grads: list[Tensor] = [p.grad for p in self.params]  # type: ignore[misc]
+        self.alike = are_alike(self.grads)
+        if not self.alike:
+            self._resolve()
+
+    def _resolve(self) -> None:
+        """Carries out conjugations that torch has put off: gradients are to be written to."""
+        for place, param in enumerate(self.params):
+            if self.grads[place].is_conj():
+                param.grad = self.grads[place] = self.grads[place].resolve_conj()
+
+
+class ParamGroups:
+    """Which parameters share a norm: a parameter group of an optimizer, or all of them in the model's order."""
+
+    def __init__(self, model: nn.Module, skippable: SkippableOptimizers, *, together: bool) -> None:
+        self._skippable = skippable
+        self._together = together
+        self.look_again(model)
+
+    def look_again(self, model: nn.Module) -> None:
+        self._order = {id(p): place for place, p in enumerate(model.parameters())}
+
+    def call(self) -> list[Group]:
+        """The groups as they are now; parameters may be frozen, unused or added while training goes on."""
+        groups: Iterable[list[nn.Parameter]] = self._skippable.groups()
+        if self._together:
+            # torch sums in the order of model.parameters(), and rounding depends on the order.
+            last = len(self._order)
+            groups = [sorted(chain.from_iterable(groups), key=lambda p: self._order.get(id(p), last))]
+        return [Group(params) for params in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementLayout:
+    """What stands where on a filled board, and whose it is."""
+
+    votes: int
+    flags: int
+    groups: list[int]
+    buffers: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the parts, in the order in which they stand."""
+        return [1, self.votes, self.flags, 1, len(self.buffers), *self.groups]
+
+    @property
+    def loss_at(self) -> int:
+        return 1 + self.votes + self.flags
+
+    @property
+    def params_at(self) -> int:
+        return self.loss_at + 1 + len(self.buffers)
+
+
+EMPTY_LAYOUT = MeasurementLayout(0, 0, [], (), ())
+
+
+class _Views:
+    """Views of the parts of a board, kept as long as their sizes stay: each view costs the host as much as a kernel."""
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self.filled = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self.scale, self.votes, self.flags, loss, self.buffers, *self.groups = torch.split(self.filled, sizes)
+        self.loss = loss[0]
+        start = sum(sizes[:3])
+        self.measured = self.filled[start:]
+        self.but_gradients = self.filled[start : start + 1 + sizes[4]]
+        self.gradients = self.filled[start + 1 + sizes[4] :]
+        self.norms = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
+        self.each_norm = self.norms.unbind()
+
+
+class Measurement:
+    """Filled once a step. Nothing here syncs."""
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self.layout = EMPTY_LAYOUT
+        self._sheet = _Views(EMPTY_LAYOUT.sizes, device)
+
+    @torch.no_grad()
+    def fill_(
+        self,
+        *,
+        loss: Tensor,
+        scale: Tensor | None,
+        flags: Sequence[Tensor],
+        buffers: tuple[tuple[str, ...], list[Tensor]],
+        groups: Sequence[Group],
+    ) -> None:
+        """``buffers`` are names, and vectors with one largest absolute value for each of them."""
+        names, peaks = buffers
+        params = tuple(chain.from_iterable(group.params for group in groups))
+        members = [len(group.params) for group in groups]
+        self.layout = MeasurementLayout(self._ranks.votes, len(flags), members, names, params)
+        sizes = self.layout.sizes
+        if sizes != self._sheet.sizes:
+            self._sheet = _Views(sizes, self._device)
+        sheet = self._sheet
+        sheet.loss.copy_(loss)
+        if scale is not None:
+            sheet.scale.copy_(scale)
+        if flags:
+            sheet.flags.copy_(torch.stack(list(flags)))
+        if peaks:
+            sheet.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
+        alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
+        norms = tensor_norms([g for group in groups for g in group.grads], alike=alike)
+        if norms:
+            here = norms if alike else [norm.to(self._device) for norm in norms]
+            torch.stack(list(here), out=sheet.gradients)
+        combine_(sheet.norms, sheet.each_norm, sheet.groups, alike=alike)
+
+    @property
+    def filled(self) -> Tensor:
+        return self._sheet.filled
+
+    @property
+    def norms(self) -> Tensor:
+        """Of the gradients of each group."""
+        return self._sheet.norms
+
+    def raise_flag_(self, flag: Tensor) -> None:
+        """Sets the 0-dim ``flag`` to 1 where loss, buffers or gradients are non-finite."""
+        raise_flag_(flag, self._sheet.measured, self._one)
+
+    def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
+        """Sets the 0-dim ``flag`` to 1 where loss or buffers are non-finite."""
+        raise_flag_(flag, self._sheet.but_gradients, self._one)
+
+    def agree_(self) -> Tensor | None:
+        """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
+        if not self._ranks.votes:
+            return None
+        sheet = self._sheet
+        votes = self._ranks.vote(sheet.loss.reshape(1), sheet.buffers, sheet.gradients)
+        sheet.votes.copy_(votes)
+        return self._ranks.decision(votes)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredValues:
+    """A board as the host got it."""
+
+    layout: MeasurementLayout
+    values: list[float]
+
+    @property
+    def votes(self) -> list[float]:
+        return self.values[1 : 1 + self.layout.votes]
+
+    @property
+    def is_finite(self) -> bool:
+        """Of this rank."""
+        return all(map(math.isfinite, self.values[self.layout.loss_at :]))
+
+    @property
+    def scale(self) -> float:
+        return self.values[0]
+
+    @property
+    def loss(self) -> float:
+        return self.values[self.layout.loss_at]
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """Of each group, from the norms of its gradients."""
+        norms, start = [], self.layout.params_at
+        for size in self.layout.groups:
+            norms.append(math.hypot(*self.values[start : start + size]))
+            start += size
+        return tuple(norms)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Places of the micro-batches that were left out."""
+        start = 1 + self.layout.votes
+        return tuple(i for i, flag in enumerate(self.values[start : start + self.layout.flags]) if flag)
+
+    @property
+    def bad_buffers(self) -> tuple[str, ...]:
+        start = self.layout.loss_at + 1
+        norms = self.values[start : start + len(self.layout.buffers)]
+        return tuple(name for name, norm in zip(self.layout.buffers, norms, strict=True) if not math.isfinite(norm))
+
+    @property
+    def bad_params(self) -> tuple[nn.Parameter, ...]:
+        norms = self.values[self.layout.params_at :]
+        return tuple(p for p, norm in zip(self.layout.params, norms, strict=True) if not math.isfinite(norm))

@@ -1,0 +1,290 @@
+"""The workbench: the parts of a guarded step, and the stages both ways of guarding share.
+
+Nothing here waits for the device. What follows the measurement depends on when the host may know of it: ``eager``
+asks before the optimizers step, ``late`` lets the device decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.errors import NonFiniteError
+from nanguard.numerics.clip import scale_
+from nanguard.policy.policy import Policy, judge
+from nanguard.records.steps import Found, Reading, Verdict
+from nanguard.state.backup import Backup
+from nanguard.state.discarded import LastForward
+from nanguard.state.islands import Islands
+from nanguard.state.names import names_of, unwrapped
+from nanguard.state.rng import RngReader
+from nanguard.state.schedule import Schedule
+from nanguard.state.undo import Undo
+from nanguard.step.clipping import Clipper
+from nanguard.step.journal import Journal
+from nanguard.step.measurement import Group, MeasuredValues, Measurement, ParamGroups
+from nanguard.step.microbatches import MicrobatchFilter
+from nanguard.step.optimizers import SkippableOptimizers
+from nanguard.step.pending import Microbatch, PendingStep
+from nanguard.step.precision import Precision, Scaler
+from nanguard.step.ranks import Ranks
+
+log = logging.getLogger("nanguard")
+
+_CAREFUL_STEPS = 1000
+
+
+@dataclass(slots=True)
+class StepParts:
+    """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open.
+
+    ``num_steps`` have been made; ``is_captured`` where one is in a CUDA graph, which cannot be changed any more;
+    updates are looked at until ``careful_until`` steps have been made.
+    """
+
+    model: nn.Module
+    device: torch.device
+    precision: Precision
+    policy: Policy
+    skippable: SkippableOptimizers
+    schedule: Schedule
+    clipper: Clipper
+    scaler: Scaler | None
+    microbatch_filter: MicrobatchFilter | None
+    param_groups: ParamGroups
+    ranks: Ranks
+    measurement: Measurement
+    buffers: Undo
+    last_forward: LastForward
+    ema: Any
+    islands: Islands
+    rng_reader: RngReader
+    journal: Journal
+    names: dict[int, str]
+    modules: list[nn.Module]
+    pending: PendingStep | None = None
+    num_steps: int = 0
+    is_captured: bool = False
+    careful_until: int = 0
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether each update is looked at, and taken back where it is not finite: one sync and a copy a step."""
+        return self.num_steps <= self.careful_until and not self.is_capturing
+
+    def be_careful(self) -> None:
+        """Something has been written to the weights that no gradient shows. For a long while updates are looked at."""
+        if self.careful_until < self.num_steps:
+            log.info("from now on every update is looked at, for %d steps", _CAREFUL_STEPS)
+        self.careful_until = self.num_steps + _CAREFUL_STEPS
+
+    @contextlib.contextmanager
+    def looking_at_update(self) -> Iterator[list[bool]]:
+        """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
+        spoiled: list[bool] = []
+        backup = Backup(self.skippable.optimizers)
+        try:
+            yield spoiled
+            is_spoiled = self.ranks.any(backup.is_spoiled())
+        except (KeyboardInterrupt, SystemExit):  # half a step, or one that nobody has looked at
+            backup.put_back()
+            raise
+        if is_spoiled:
+            backup.put_back()
+            spoiled.append(True)
+            self.be_careful()
+
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether single bad gradients are left out; not where they are scaled."""
+        return self.policy.drops_gradients and self.scaler is None
+
+    def forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
+        ddp: Any = self.model
+        reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
+        with self.leaving_no_trace(), reduction:
+            self.begin_microbatch(pending)
+            with self.precision.autocast():
+                result = micro.loss_fn(self.model, micro.fresh_batch())
+            loss, *aux = result if isinstance(result, tuple) else (result,)
+            loss = self.backward(pending, loss)
+        return loss, tuple(aux)
+
+    def note_world(self, micro: Microbatch, step: int) -> None:
+        """Before a forward pass that may have to be made again."""
+        kind = self.device.type
+        micro.rng = self.rng_reader.now(step)
+        micro.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def look_back(self, micro: Microbatch) -> None:
+        """After it: learns from which generators such passes draw."""
+        if micro.rng is not None:
+            self.rng_reader.compare(micro.rng)
+
+    def begin_microbatch(self, pending: PendingStep) -> None:
+        """Before the forward pass, or each part of it."""
+        if self.microbatch_filter is not None and not pending.in_microbatch:
+            self.microbatch_filter.buffers.note_()
+        pending.in_microbatch = True
+
+    def begin_own_forward(self, pending: PendingStep) -> None:
+        """Before a forward pass in a loop of the user's own, who may have thrown away the one before it."""
+        if self.is_capturing:
+            return
+        if pending.has_begun:
+            self.last_forward.follow_()
+        else:
+            pending.has_begun = True
+            self.last_forward.begin_(self.buffers)
+
+    def backward(self, pending: PendingStep, loss: Tensor) -> Tensor:
+        """Adds the gradients of one loss, or none of them where it is non-finite and such are dropped.
+
+        Returns the loss, detached and 0-dim.
+        """
+        check_loss(loss)
+        loss = loss if loss.ndim == 0 else loss.reshape(())
+        seen = loss.detach()
+        pending.losses.append(seen)
+        self.last_forward.was_used([seen])
+        pending.in_microbatch = False
+        mean = loss if pending.divisor == 1 else loss / pending.divisor
+        scaled = mean if self.scaler is None else self.scaler.scaled(mean)
+        if self.microbatch_filter is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            return seen
+        params = [p for group in self.skippable.groups() for p in group]
+        self.microbatch_filter.set_aside(params)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
+        pending.flags.append(self.microbatch_filter.join(params, seen, judge_gradients=self.scaler is None))
+        return seen
+
+    def gather(self, pending: PendingStep) -> list[Group]:
+        """The gradients of a step, unscaled, and the mean over its micro-batches."""
+        groups = self.param_groups.call()
+        grads = [g for group in groups for g in group.grads]
+        if self.scaler is not None and grads:
+            self.scaler.unscale_(grads)
+        correction = pending.correction()
+        if correction is not None and grads:
+            scale_(grads, correction)
+        return groups
+
+    def measure(self, pending: PendingStep, groups: list[Group]) -> None:
+        """Writes all that the step has to say onto the board."""
+        self.measurement.fill_(
+            loss=pending.mean_loss(),
+            scale=None if self.scaler is None else self.scaler.scale,
+            flags=pending.flags,
+            buffers=self.buffers.peaks(),
+            groups=groups,
+        )
+        pending.layout = self.measurement.layout
+
+    def read(self, pending: PendingStep, reply: MeasuredValues) -> Reading:
+        """A board as the host got it, in words."""
+        reading = Reading(
+            step=pending.step,
+            epoch=pending.epoch,
+            batch=pending.batch,
+            loss=reply.loss if pending.knows_loss else math.nan,
+            mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
+            norms=reply.norms if self.scaler is None else self.scaler.in_true_size(reply.norms, reply.scale),
+            lrs=pending.lrs,
+            scale=None if self.scaler is None else reply.scale,
+            dropped_microbatches=reply.dropped,
+        )
+        if reply.is_finite and self.ranks.all_clear(reply.votes):
+            return reading
+        gradients, buffers = tuple(self.name(p) for p in reply.bad_params), reply.bad_buffers
+        if self.ranks.is_mixed and not gradients:  # the other ranks apply this step, so skipping it would part us
+            return reading
+        seen: dict[Found, bool] = {
+            "loss": not math.isfinite(reply.loss),
+            "gradients": bool(gradients),
+            "buffers": bool(buffers),
+        }
+        return replace(
+            reading,
+            found=self.ranks.found(reply.votes) if reply.votes else tuple(name for name in seen if seen[name]),
+            gradients=gradients,
+            buffers=buffers,
+            ranks=self.ranks.culprits(reply.votes),
+        )
+
+    def judge(self, reading: Reading) -> Verdict:
+        """What the reading says by itself."""
+        floor = None if self.scaler is None else self.scaler.floor
+        return judge(reading, scale_floor=floor, progress=self.journal.progress)
+
+    def update_average(self) -> None:
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+
+    def look_again(self) -> None:
+        """Takes in buffers and parameters that the model has got since."""
+        self.buffers.watch_buffers(unwrapped(self.model))
+        if self.microbatch_filter is not None:
+            self.microbatch_filter.buffers.watch_buffers(unwrapped(self.model))
+        self.last_forward.look_again()
+        self.param_groups.look_again(self.model)
+        self.names = names_of(self.model)
+        self.modules = list(self.model.modules())
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
+        try:
+            yield
+        except NonFiniteError:
+            raise
+        except BaseException:
+            self.clear()
+            raise
+
+    def drop_unfinished(self) -> None:
+        """Lets go of a step that was begun and will not be finished."""
+        if self.pending is not None and self.pending.losses:
+            passes = len(self.pending.losses)
+            log.warning("step %d was left in the middle: its %d backward passes are dropped", self.pending.step, passes)
+            self.clear()
+        self.last_forward.mend_in_any_case_()
+        self.pending = None
+
+    def clear(self) -> None:
+        """Leaves nothing of a step that was not finished."""
+        self.buffers.undo_()
+        self.last_forward.forget()
+        self.skippable.end_step()
+        self.pending = None
+
+    def name(self, param: Tensor) -> str:
+        if id(param) not in self.names:
+            self.names = names_of(self.model)
+        return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
+
+
+def check_loss(loss: Any) -> None:
+    """Raises ``ValueError`` for what has no backward pass."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        raise ValueError(f"the loss must be a tensor with one element, got {what}: return the loss, or (loss, aux)")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any trainable parameter (requires_grad is False): was it detached, made with "
+            ".item(), or computed under torch.no_grad()?"
+        )

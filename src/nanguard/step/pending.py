@@ -1,0 +1,121 @@
+"""A step in the making: what was noted when it began, and the micro-batches gathered so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.state.rng import RngState
+from nanguard.state.schedule import ScheduleNote
+from nanguard.state.undo import Copies, Undo
+from nanguard.step.calls import Call
+from nanguard.step.measurement import EMPTY_LAYOUT, MeasurementLayout
+from nanguard.step.readback import PendingCopy
+
+LossFn = Callable[[Any, Any], Any]
+
+LAG = 2
+"""How many steps are in flight before the host looks at the first of them."""
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One call of the loss function, with all that is needed to make it again.
+
+    A dict or list is passed on as a copy, since loss functions take things out of them. ``shown`` is the loss that the
+    user was given: when the step runs again it gets the new value.
+    """
+
+    loss_fn: LossFn
+    batch: Any
+    rng: RngState | None
+    reduce_gradients: bool
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
+    shown: Tensor | None = None
+
+    def fresh_batch(self) -> Any:
+        if self.rng is not None and isinstance(self.batch, (list, MutableMapping)):
+            return copy(self.batch)
+        return self.batch
+
+    def show(self, loss: Tensor) -> None:
+        if self.shown is not None:
+            self.shown.copy_(loss)
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """One optimizer step, from the first note to the reading on its way to the host.
+
+    ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
+    itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
+    position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
+    loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
+    ``live`` is how the step ran, where it was traced.
+    """
+
+    step: int
+    epoch: int
+    batch: int | None
+    rerunnable: bool
+    divisor: int
+    microbatches: list[Microbatch] = field(default_factory=list)
+    last_seen: Any = None
+    last_batch: int | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    knows_loss: bool = True
+    in_microbatch: bool = False
+    has_begun: bool = False
+    flags: list[Tensor] = field(default_factory=list)
+    shown: Tensor | None = None
+    elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
+    schedule: ScheduleNote | None = None
+    num_states: tuple[int, ...] = ()
+    training: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    lrs: tuple[float | None, ...] = ()
+    layout: MeasurementLayout = EMPTY_LAYOUT
+    readback: PendingCopy | None = None
+    latches: bool = True
+    is_spoiled: bool = False
+    calls: list[Call] = field(default_factory=list)
+    live: Any = None
+    graph_finding: Any = None
+
+    @property
+    def batches(self) -> list[Any]:
+        """The data of the step, as far as they were seen."""
+        return [micro.batch for micro in self.microbatches] or [self.last_seen]
+
+    def afresh(self) -> PendingStep:
+        """The same step, not yet run."""
+        return replace(self, losses=[], flags=[], readback=None, is_spoiled=False)
+
+    def show_mean(self) -> None:
+        if self.shown is not None:
+            self.shown.copy_(self.mean_loss())
+
+    def mean_loss(self) -> Tensor:
+        """Over the micro-batches that were kept; NaN where none was. Does not sync."""
+        if len(self.losses) == 1 and not self.flags:
+            return self.losses[0]
+        losses = torch.stack([loss.double() for loss in self.losses])
+        if not self.flags:
+            return losses.mean()
+        dropped = torch.stack(self.flags)
+        return torch.where(dropped != 0, 0.0, losses).sum() / (1 - dropped).sum()
+
+    def correction(self) -> Tensor | None:
+        """What turns the sum of gradients into their mean over the kept micro-batches; None where it is that already.
+
+        In a loop of the user's own only what was dropped is made up for: how often to call backward is theirs to say.
+        """
+        gathered = len(self.losses)
+        expected = self.divisor if self.rerunnable else gathered
+        if self.flags:
+            return expected / (1 - torch.stack(self.flags).double()).sum()
+        return None if gathered == expected else self.losses[0].new_full((), expected / gathered, dtype=torch.float64)

@@ -1,0 +1,60 @@
+"""How a reading gets to the host without a sync: a copy into pinned memory, and an event that says it has arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PendingCopy:
+    """A copy on its way to the host."""
+
+    copy: Tensor
+    arrived: Any
+    pool: list[PendingCopy]
+
+    def has_arrived(self) -> bool:
+        """Without waiting."""
+        return self.arrived is None or bool(self.arrived.query())
+
+    def values(self) -> list[float]:
+        """What was sent; waits for this copy, not for the device's later work."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values: list[float] = self.copy.tolist()
+        return values
+
+    def read(self) -> list[float]:
+        """``values``, for the last time: the memory is used again."""
+        values = self.values()
+        self.pool.append(self)
+        return values
+
+
+class AsyncReadback:
+    """Posts readings from the device, reusing pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._pool: list[PendingCopy] = []
+
+    def post(self, values: Tensor) -> PendingCopy:
+        """Starts copying ``values`` to the host. Does not sync."""
+        readback = self._take(len(values))
+        readback.copy.copy_(values, non_blocking=True)
+        if readback.arrived is not None:
+            readback.arrived.record()
+        return readback
+
+    def _take(self, size: int) -> PendingCopy:
+        if self._pool and len(self._pool[-1].copy) != size:
+            self._pool.clear()
+        if self._pool:
+            return self._pool.pop()
+        event: Any = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
+        memory = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=self._on_cuda)
+        return PendingCopy(memory, event, self._pool)
