@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import nanguard
 from nanguard.incidents.bundle import Bundles
 from nanguard.records.diagnosis import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
+from nanguard.records.plain import plain
 from nanguard.records.steps import Action, Flags, Outcome, Reading, Verdict
-from nanguard.runlog.writer import plain
 from nanguard.state.rng import RngReader
 from nanguard.step.pending import Microbatch, PendingStep
 

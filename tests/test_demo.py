@@ -248,7 +248,7 @@ def test_json_is_one_object_and_a_second_run_has_a_folder_of_its_own(tmp_path: P
 
 
 def test_nan_is_a_string_in_json(whole: show.Comparison) -> None:
-    from nanguard.runlog.writer import plain
+    from nanguard.records.plain import plain
 
     told = json.loads(json.dumps(plain(whole.as_dict()), allow_nan=False))
     assert told["plain"]["final_loss"] == "nan"

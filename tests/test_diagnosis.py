@@ -30,7 +30,7 @@ from nanguard.diagnosis import search
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.replay import Replay
 from nanguard.records.diagnosis import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
-from nanguard.runlog.writer import plain
+from nanguard.records.plain import plain
 from optimizers import ALL
 
 LINES = Path(__file__).read_text().splitlines()

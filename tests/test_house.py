@@ -160,7 +160,7 @@ LAYERS = [
     {"diagnosis.births", "diagnosis.strangers"},
     {"diagnosis.process"},
     {"diagnosis.doctor"},
-    {"diagnosis.autopsy", "diagnosis.standalone"},
+    {"diagnosis.autopsy", "diagnose"},
     {"diagnosis.clinic", "incident.rerun"},
     {"incident.stop", "recovery.casebook"},
     {"cli.replay", "recovery.recovery"},

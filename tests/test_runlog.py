@@ -21,8 +21,9 @@ import nanguard
 from helpers import build, loss_fn, make_batches, own_step, poisoned
 from nanguard.autopilot import entry
 from nanguard.hosted.settings import Settings
+from nanguard.run_folder import RunFolder
 from nanguard.runlog import writer as runlog
-from nanguard.runlog.writer import AROUND, EVERY_STEP_UNTIL, RunFolder, RunLog, stride
+from nanguard.runlog.writer import AROUND, EVERY_STEP_UNTIL, RunLog, stride
 from nanguard.state.schedule import Schedule
 from optimizers import ALL
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import install
-    from nanguard.diagnosis.standalone import diagnose
+    from nanguard.diagnose import diagnose
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
     from nanguard.numerics.clip import AGC, ZScore
@@ -28,6 +28,7 @@ __all__ = [
     "LowerLR",
     "NanguardError",
     "NonFiniteError",
+    "Observer",
     "Policy",
     "ProtocolError",
     "RaisePrecision",
@@ -54,6 +55,7 @@ _HOME = {
     "LowerLR": "policy.rungs",
     "NanguardError": "errors",
     "NonFiniteError": "errors",
+    "Observer": "step.observers",
     "Policy": "policy.policy",
     "ProtocolError": "errors",
     "RaisePrecision": "policy.rungs",
@@ -61,7 +63,7 @@ _HOME = {
     "Skip": "policy.rungs",
     "Snapshots": "state.snapshots.options",
     "ZScore": "numerics.clip",
-    "diagnose": "diagnosis.standalone",
+    "diagnose": "diagnose",
     "install": "autopilot.entry",
     "read_run": "runlog.reader",
 }

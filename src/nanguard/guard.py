@@ -22,20 +22,13 @@ from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Rollback
 from nanguard.records.steps import Incident, Outcome
 from nanguard.state.snapshots.options import Snapshots
-from nanguard.step.assembly import (
-    assemble,
-    choose_bundles,
-    choose_diagnosis,
-    choose_policy,
-    choose_snapshots,
-    choose_sync,
-    introduce,
-)
+from nanguard.step.assembly import assemble, choose_policy, choose_snapshots, choose_sync
 from nanguard.step.clipping import Clip
-from nanguard.step.engine import StepEngine
 from nanguard.step.epoch import Epoch
+from nanguard.step.observers import Observer
 from nanguard.step.pending import LossFn
 from nanguard.step.precision import LossScale
+from nanguard.wiring import introduce, make_engine, make_journal
 
 T = TypeVar("T")
 _NOTHING: Any = object()
@@ -71,6 +64,7 @@ class Guard:
         capture: what ``run_dir/incidents`` holds of a bad step: ``"none"`` nothing, ``"meta"`` what happened, without
             data, ``"batch"`` also the batch and random states, ``"full"`` the weights too.
         run_dir: where to write the run log, and snapshots that go to disk; None writes nothing.
+        observers: objects that are told what happens, such as your own ``nanguard.Observer``.
         process_group: the ranks that train together; None is all of them.
     """
 
@@ -94,6 +88,7 @@ class Guard:
         diagnose: How = "auto",
         capture: Capture = "batch",
         run_dir: str | Path | None = None,
+        observers: Sequence[Observer] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         policy = choose_policy(policy)
@@ -110,18 +105,19 @@ class Guard:
             drop_bad_microbatches=drop_bad_microbatches,
             ema=ema,
             loss_scale=loss_scale,
-            run_dir=run_dir,
             process_group=process_group,
+            make_journal=lambda is_first: make_journal(run_dir, is_first=is_first, observers=observers),
         )
         self.sync = choose_sync(sync, self._parts)
-        self._steps = StepEngine(
+        self._engine, self._recovery = make_engine(
             self._parts,
             sync=self.sync,
             accumulate=accumulate,
-            snapshots=choose_snapshots(snapshots, policy, self._parts.device),
-            diagnose=choose_diagnosis(diagnose),
-            bundles=choose_bundles(capture, run_dir, self._parts),
+            snapshots=choose_snapshots(snapshots, policy, self._parts.state.device),
+            diagnose=diagnose,
+            capture=capture,
             run_dir=run_dir,
+            snapshot_dir=None if run_dir is None else Path(run_dir) / "snapshots",
         )
         introduce(self._parts, asked_precision=precision, sync=self.sync)
         weakref.finalize(self, self._parts.journal.sum_up)  # for a program that never closes its guard
@@ -152,8 +148,8 @@ class Guard:
         if (batch is _NOTHING) == (microbatches is None):
             raise ValueError("guard.step() takes either a batch or microbatches=[...]")
         if microbatches is None:
-            return self._steps.on_one(loss_fn, batch)
-        return self._steps.on_many(loss_fn, list(microbatches))
+            return self._engine.on_one(loss_fn, batch)
+        return self._engine.on_many(loss_fn, list(microbatches))
 
     def epoch(self, loader: Iterable[T]) -> Epoch[T]:
         """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
@@ -161,7 +157,7 @@ class Guard:
         Micro-batches left over when the loader ends make a last, smaller step. Where the run goes back to a snapshot,
         batches come again. For training data only: one at a time.
         """
-        return Epoch(loader, self._steps)
+        return Epoch(loader, self._engine)
 
     # ---- a loop of the user's own --------------------------------------------------------------------------------
 
@@ -176,10 +172,10 @@ class Guard:
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
         if torch.is_grad_enabled():
-            pending = pending or self._steps.open(rerunnable=False, divisor=self._steps.accumulate)
+            pending = pending or self._engine.open(rerunnable=False, divisor=self._engine.accumulate)
             self._parts.begin_microbatch(pending)
             self._parts.begin_own_forward(pending)
-            return self._steps.in_own_loop()
+            return self._engine.in_own_loop()
         self._parts.last_forward.mend_()
         return self._parts.precision.autocast()
 
@@ -191,14 +187,14 @@ class Guard:
                 "guard.backward() was called without guard.autocast(): compute the loss inside "
                 "`with guard.autocast():`, in fp32 too, so that the guard can note what the forward pass may change"
             )
-        self._steps.backward(pending, loss)
+        self._engine.backward(pending, loss)
 
     def update(self) -> None:
         """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync where ``syncs_per_step`` is 0."""
         pending = self._parts.pending
         if pending is None or pending.rerunnable or not pending.losses:
             raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
-        self._steps.finish(pending)
+        self._engine.finish(pending)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
@@ -206,17 +202,17 @@ class Guard:
         Run a few steps as usual, ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and update).
         Steps in flight behind a bad one count as lost, since their inputs have been overwritten.
         """
-        self._steps.replay(graph)
+        self._engine.replay(graph)
 
     # ---- looking at it -------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        return self._parts.model
+        return self._parts.state.model
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        return self._parts.skippable.optimizers
+        return self._parts.state.optimizers
 
     @property
     def policy(self) -> Policy:
@@ -244,7 +240,7 @@ class Guard:
     @property
     def current_epoch(self) -> int:
         """The number of the epoch, from 1; 0 before the first. It goes back where the run does."""
-        return self._steps.num_epochs
+        return self._engine.num_epochs
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -270,9 +266,15 @@ class Guard:
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Does not sync: as far as the host has heard."""
-        from nanguard.report.guard import guard_html
+        from nanguard.records.guard_html import guard_html
 
-        return guard_html(self)
+        return guard_html(
+            counts=self.counts,
+            precision=self.precision,
+            in_fp32=self.kept_fp32,
+            syncs=self.sync == "eager",
+            incidents=self.incidents,
+        )
 
     # ---- precision of single modules -----------------------------------------------------------------------------
 
@@ -300,15 +302,15 @@ class Guard:
     @property
     def snapshots(self) -> tuple[int, ...]:
         """The good snapshots, each by the number of the step it was taken before; oldest first."""
-        return () if self._steps.ring is None else self._steps.ring.steps
+        return () if self._engine.ring is None else self._engine.ring.steps
 
     def roll_back(self, steps: int = 1, *, skip_batches: int = 0, lr: float = 1.0) -> str:
         """Goes back to the newest good snapshot at least ``steps`` old, by hand; says in words what that did.
 
         What the rung ``Rollback`` does by itself. Inside ``guard.epoch`` the data go back too.
         """
-        if self._steps.ring is not None:
-            self._steps.ring.agree()
+        if self._engine.ring is not None:
+            self._engine.ring.agree()
         if not self.snapshots:
             raise ProtocolError(
                 "guard.roll_back() was called and there is no good snapshot: the first is good some steps after it was "
@@ -318,9 +320,9 @@ class Guard:
             raise ValueError(f"skip_batches must be a whole number here, got {skip_batches!r}: nothing has failed")
         self._parts.drop_unfinished()
         self.settle()
-        did = self._steps.recovery.go_back(self._parts.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
-        self._steps.mode.drop_in_flight()
-        self._parts.journal.write("roll_back", step=self._parts.num_steps, did=did)
+        did = self._recovery.go_back(self._parts.num_steps, Rollback(steps, skip_batches=skip_batches, lr=lr))
+        self._engine.mode.drop_in_flight()
+        self._parts.journal.note("roll_back", step=self._parts.num_steps, did=did)
         return did
 
     def resume(self) -> int | None:
@@ -330,7 +332,7 @@ class Guard:
         the middle of the epoch where the snapshot was taken. Needs ``Snapshots(where="disk")``.
         """
         self.settle()
-        return self._steps.resume()
+        return self._engine.resume()
 
     def can_save(self) -> bool:
         """Whether a checkpoint saved right now is sound: ``if guard.can_save(): torch.save(...)``.
@@ -339,7 +341,7 @@ class Guard:
         waits for them), and where a weight, buffer or moment is non-finite. Looks at all of them: syncs. Asks no other
         rank.
         """
-        return self._parts.pending is None and self._steps.mode.is_verified() and self._steps.recovery.is_sound()
+        return self._parts.pending is None and self._engine.mode.is_verified() and self._recovery.is_sound()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
@@ -348,15 +350,15 @@ class Guard:
 
         ``guard.epoch`` does it at the end of the loader. Call it before saving a checkpoint anywhere else.
         """
-        self._steps.settle()
+        self._engine.settle()
 
     def close(self) -> None:
         """Settles, ends the run log, and sums up what happened. ``with Guard(...) as guard:`` does it for you."""
         self.settle()
-        if self._steps.ring is not None:
-            self._steps.ring.close()
+        if self._engine.ring is not None:
+            self._engine.ring.close()
         self._parts.journal.close(steps=self._parts.num_steps)
-        self._parts.journal.sum_up(self._steps.recovery.unsound)
+        self._parts.journal.sum_up(self._recovery.unsound)
 
     def __enter__(self) -> Guard:
         return self
@@ -374,8 +376,8 @@ class Guard:
         parts = self._parts
         return {
             "version": 2,
-            **self._steps.facts(),
-            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+            **self._engine.facts(),
+            "scaler": None if parts.precision.scaler is None else parts.precision.scaler.state_dict(),
             "clipper": parts.clipper.state_dict(),
         }
 
@@ -384,15 +386,15 @@ class Guard:
         parts = self._parts
         if state.get("version") != 2:
             raise ValueError(f"this guard reads state of version 2, got {state.get('version')!r}")
-        if (state["scaler"] is None) != (parts.scaler is None):
+        if (state["scaler"] is None) != (parts.precision.scaler is None):
             raise ValueError(
                 f"the state was saved {'without' if state['scaler'] is None else 'with'} a loss scale, and this guard "
                 f"runs in {self.precision}: use the precision it was saved with"
             )
         self.settle()
-        self._steps.recovery.forget()
-        self._steps.mode.drop_in_flight()
-        self._steps.load_facts(state)
-        if parts.scaler is not None:
-            parts.scaler.load_state_dict(state["scaler"])
+        self._recovery.forget()
+        self._engine.mode.drop_in_flight()
+        self._engine.load_facts(state)
+        if parts.precision.scaler is not None:
+            parts.precision.scaler.load_state_dict(state["scaler"])
         parts.clipper.load_state_dict(state["clipper"])

@@ -14,7 +14,7 @@ import nanguard
 from helpers import everything
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.records.panel import panel
-from nanguard.runlog.writer import plain
+from nanguard.records.plain import plain
 from ranks.scenarios import digests
 
 Result = dict[str, Any]

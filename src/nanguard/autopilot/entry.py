@@ -18,7 +18,7 @@ from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.incidents.bundle import Capture
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incident
-from nanguard.runlog.writer import RunFolder
+from nanguard.run_folder import RunFolder
 
 log = logging.getLogger("nanguard")
 

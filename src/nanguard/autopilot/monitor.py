@@ -107,7 +107,7 @@ class ProgramMonitor:
     def _welcome(self, hosted: HostedStep | None) -> None:
         if hosted is not None:
             self._listener.listen(hosted.roots)
-            self._recorder.device = hosted.parts.device.type
+            self._recorder.device = hosted.parts.state.device.type
             self._tracer.start(self.hosted_steps)
 
     def backward(self, tensors: Any) -> None:
@@ -206,7 +206,7 @@ class ProgramMonitor:
         if hosted.has_grown and not self.is_nested:
             self._tracer.stop()
             with self._busy():
-                hosted.steps.settle()
+                hosted.engine.settle()
                 hosted = self.registry.renew(hosted)
         try:
             if is_blind:
@@ -327,7 +327,7 @@ class ProgramMonitor:
 
     def _random_states(self) -> RngState | None:
         hosted_steps = self.hosted_steps
-        return hosted_steps[0].parts.rng_reader.now(hosted_steps[0].parts.num_steps) if hosted_steps else None
+        return hosted_steps[0].parts.state.rng_reader.now(hosted_steps[0].parts.num_steps) if hosted_steps else None
 
     def _has_begun_step(self) -> bool:
         """Whether a module was called with gradients since an optimizer last stepped."""

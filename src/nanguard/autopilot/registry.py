@@ -20,8 +20,8 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.hosted.trained_modules import has_guard, names_inside, owners, trained_modules_of, without_copies
 from nanguard.records.steps import Incident
-from nanguard.step.assembly import introduce
 from nanguard.step.journal import Journal
+from nanguard.wiring import introduce
 
 log = logging.getLogger("nanguard")
 
@@ -106,7 +106,7 @@ class Registry:
             hosted = HostedStep(
                 optimizer, trained, roots, self._settings, name=name, shares=shares, search=self._search
             )
-            first = next((other for other in self.hosted_steps if other.parts.model is trained), None)
+            first = next((other for other in self.hosted_steps if other.parts.state.model is trained), None)
             if first is not None:
                 hosted.leave_buffers_to(first)
             hosted.open()
@@ -132,7 +132,7 @@ class Registry:
 
     def renew(self, hosted: HostedStep) -> HostedStep:
         """With the modules whose parameters the program has added; as it was where that cannot be."""
-        trained, roots = self._trained(hosted.optimizer, names_inside(hosted.parts.model))
+        trained, roots = self._trained(hosted.optimizer, names_inside(hosted.parts.state.model))
         try:
             shares = hosted.sync == "eager"
             new = HostedStep(
@@ -194,7 +194,7 @@ class Registry:
         """Names of what is not finite now. Syncs."""
         for hosted in self.hosted_steps:
             hosted.parts.last_forward.mend_in_any_case_()
-        return tuple(name for hosted in self.hosted_steps for name in hosted.steps.recovery.unsound())
+        return tuple(name for hosted in self.hosted_steps for name in hosted.recovery.unsound())
 
     def close(self) -> None:
         """Hears of what is under way, and ends the run log."""

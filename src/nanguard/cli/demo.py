@@ -42,7 +42,7 @@ def demo(
 
     from nanguard.demo import show
     from nanguard.errors import NonFiniteError
-    from nanguard.runlog.writer import plain
+    from nanguard.records.plain import plain
 
     out, err = Console(highlight=False), Console(stderr=True, quiet=quiet, highlight=False)
     if not quiet and not as_json:

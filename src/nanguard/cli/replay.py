@@ -55,7 +55,7 @@ def replay(
     except NanguardError as error:
         fail(str(error), as_json=as_json)
     if as_json:
-        from nanguard.runlog.writer import plain
+        from nanguard.records.plain import plain
 
         typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
     elif not pdb or replayed.diagnosis is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
     from nanguard.autopilot.launch import Program
     from nanguard.hosted.settings import Settings
-    from nanguard.runlog.writer import RunFolder
+    from nanguard.run_folder import RunFolder
 
 EXAMPLES = (
     "nanguard run train.py --lr 3e-4",
@@ -120,7 +120,7 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
 
 def _place(asked: Path | None, name: str) -> RunFolder | None:
     """The folder of the run, not made yet; None, with a warning, if nothing can be written there."""
-    from nanguard.runlog.writer import RunFolder
+    from nanguard.run_folder import RunFolder
 
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     name = "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
@@ -189,7 +189,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
 
 def _report(run_dir: Path, is_worth_it: bool) -> str:
     from nanguard.errors import NanguardError
-    from nanguard.incidents.files import as_seen
+    from nanguard.run_folder import as_seen
 
     if not is_worth_it:
         return f"; run log {as_seen(run_dir / 'run.jsonl')}"

@@ -76,8 +76,8 @@ def _can_be_drawn_on(out: Console) -> bool:
 
 
 def _print_json(run: Run) -> int:
+    from nanguard.records.plain import plain
     from nanguard.report import glance
-    from nanguard.runlog.writer import plain
 
     told = glance.as_dict(run, time.time())
     status = _OVER.get(told["state"], 0)

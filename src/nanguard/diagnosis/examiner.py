@@ -108,7 +108,7 @@ class Examiner:
             batch=pending.batch,
             microbatch=exam.run.microbatch if len(pending.microbatches) > 1 else None,
             rank=parts.ranks.rank,
-            device=device_name(parts.device),
+            device=device_name(parts.state.device),
         )
 
     # ---- what does not repeat ------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Examiner:
         if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is no op
             module = hooked[0]
             note = _last_op_of(exam.run.trace, module) or note
-        where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.device)}"
+        where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.state.device)}"
         remedy = REMEDIES["nondeterministic_hardware_fault"]
         return Diagnosis(
             phase="optimizer" if "update" in reading.found else "backward" if in_backward else "forward",

@@ -22,7 +22,7 @@ class Inventory:
 
     @property
     def model(self) -> nn.Module:
-        return unwrapped(self._parts.model)
+        return unwrapped(self._parts.state.model)
 
     def parameters(self) -> dict[str, Tensor]:
         return {plain_name(name): p for name, p in self.model.named_parameters()}
@@ -32,9 +32,9 @@ class Inventory:
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Name, parameter and tensor of all optimizer state: ``exp_avg of head.weight``."""
-        for optimizer in self._parts.skippable.optimizers:
+        for optimizer in self._parts.state.optimizers:
             for param, state in optimizer.state.items():
-                owner = self._parts.name(param) if isinstance(param, Tensor) else ""
+                owner = self._parts.state.name_of(param) if isinstance(param, Tensor) else ""
                 for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor):
                         yield f"{key} of {owner}", owner, value
@@ -59,10 +59,10 @@ class Inventory:
     def optimizer_of(self, name: str) -> Optimizer:
         """The one that steps a parameter; the first where none does."""
         param = self.parameters().get(name)
-        for optimizer in self._parts.skippable.optimizers:
+        for optimizer in self._parts.state.optimizers:
             if any(p is param for group in optimizer.param_groups for p in group["params"]):
                 return optimizer
-        return self._parts.skippable.optimizers[0]
+        return self._parts.state.optimizers[0]
 
     def files(self, *others: Any) -> list[str]:
         """Of the program: where its modules, and ``others``, are defined."""

@@ -62,7 +62,7 @@ def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
     """Where a gradient overflows fp16, what made it so large is to blame, not the op that could not hold it."""
     if diagnosis.cause != "overflow_fp16" or diagnosis.phase != "backward":
         return diagnosis
-    scaler = exam.parts.scaler
+    scaler = exam.parts.precision.scaler
     scale = 1.0 if scaler is None else scaler.scale.item()
     if scale > 1 and event.evidence.wide_reach / scale <= _LARGEST_FP16:
         because = f"the loss is multiplied by {scale:g}, and a gradient of it exceeds 65504, where fp16 ends"

@@ -20,13 +20,13 @@ from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce, introduce_states
+from nanguard.source.frames import runs_user_code
 from nanguard.state.backup import Backup
 from nanguard.state.batches import filled, named_tensors, take
 from nanguard.step.dry_run import DryRun
 from nanguard.step.evidence import nonfinite_names
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
-from nanguard.step.precision import Precision
 
 log = logging.getLogger("nanguard")
 
@@ -117,20 +117,23 @@ class Replay:
             if run.is_finite:
                 run.look_at_writes(self.inventory)
 
+    @runs_user_code
     def _watch_update(self, run: Run) -> None:
         """One parameter at a time, so that each op has one that it works for."""
         parts = self.parts
-        grads = [(parts.name(p), p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
-        if parts.scaler is not None:
-            parts.scaler.unscale_([grad for _, grad in grads])
+        grads = [
+            (parts.state.name_of(p), p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None
+        ]
+        if parts.precision.scaler is not None:
+            parts.precision.scaler.unscale_([grad for _, grad in grads])
         with _compat.unwatched():
             for name, grad in grads:
                 run.trace.know(f"gradient {name}", grad, PARAMETER, owner=name)
             introduce_states(run.trace, self.inventory)
-            backup = Backup(parts.skippable.optimizers)
+            backup = Backup(parts.state.optimizers)
         run.trace.in_update = True
         try:
-            for optimizer in parts.skippable.optimizers:
+            for optimizer in parts.state.optimizers:
                 for group in optimizer.param_groups:
                     group.update({key: False for key in ("foreach", "fused") if group.get(key, False) is not False})
                 optimizer.step()
@@ -148,7 +151,7 @@ class Replay:
     ) -> bool:
         """Whether loss and gradients are finite: with modules in fp32 (all of the model: ``[""]``), or on samples."""
         pending = self.pending
-        if samples is not None and self.parts.device.type != "cpu":
+        if samples is not None and self.parts.state.device.type != "cpu":
             samples = filled(samples, num)
         if samples is not None:
             micros = [replace(m, batch=take(m.batch, samples, num)) for m in pending.microbatches]
@@ -159,34 +162,13 @@ class Replay:
             grads = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
             if not all(look(loss).is_finite for loss in losses):
                 return False
-            scaler = self.parts.scaler  # gradients may overflow by their scale alone, and it will come down
+            scaler = self.parts.precision.scaler  # gradients may overflow by their scale alone, and it will come down
             is_scaled = scaler is not None and scaler.scale.item() > scaler.floor
             return is_scaled or not nonfinite_names(grads)
 
-    @contextlib.contextmanager
-    def in_fp32(self, names: Sequence[str] | None) -> Iterator[None]:
+    def in_fp32(self, names: Sequence[str] | None) -> contextlib.AbstractContextManager[None]:
         """Modules in fp32; the whole step, with autocast and loss scale off, for ``[""]``."""
-        parts = self.parts
-        if names is None:
-            yield
-            return
-        whole = "" in names
-        precision, scaler = parts.precision, parts.scaler
-        kept = parts.islands.keep(*(name for name in names if name not in parts.islands.names))
-        try:
-            if whole:
-                parts.precision, parts.scaler = Precision.resolve("fp32", parts.device), None
-                window_modes = [micro.autocast for micro in self.pending.microbatches]
-                for micro in self.pending.microbatches:
-                    micro.autocast = (False, micro.autocast[1])
-            yield
-        finally:
-            if whole:
-                parts.precision, parts.scaler = precision, scaler
-                for micro, mode in zip(self.pending.microbatches, window_modes, strict=True):
-                    micro.autocast = mode
-            if kept:
-                parts.islands.release(*kept)
+        return contextlib.nullcontext() if names is None else self._dry_run.in_fp32(self.pending, names)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

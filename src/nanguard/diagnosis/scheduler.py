@@ -5,6 +5,7 @@ A fault in the diagnosis itself is logged and never stops a run that is safe.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -13,14 +14,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from nanguard.diagnosis import graph_probe as autopsy
+from nanguard.diagnosis import graph_probe
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.search import BURST, SHARE
 from nanguard.records.diagnosis import Diagnosis, Fix
 from nanguard.records.steps import Reading
-from nanguard.source.frames import source_of
+from nanguard.source.frames import calling_line, source_of
 from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
@@ -61,6 +62,28 @@ class DiagnosisScheduler:
         self._in_a_row = 0
         self._num_taken = 0
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
+
+    # ---- while a step runs in a loop of the user's own -----------------------------------------------------------
+
+    def begin(self, batch: Any) -> None:
+        """A step begins."""
+        self.live.begin(batch)
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Around a part of the step."""
+        return self.live.watching()
+
+    def before_backward(self, loss: Tensor) -> Any:
+        """On a CPU, what the graph of a bad loss knows; elsewhere looking would mean to wait."""
+        if self._parts.state.device.type != "cpu":
+            return None
+        return graph_probe.examine_graph([loss], calling_line())
+
+    def after_backward(self, loss: Tensor) -> Any:
+        """What showed in a step that was traced."""
+        return self.live.after_backward(loss)
+
+    # ---- when it was bad -----------------------------------------------------------------------------------------
 
     def examine(
         self, pending: PendingStep, reading: Reading, past: Past, *, update: bool = False, is_last: bool = False
@@ -150,7 +173,7 @@ class DiagnosisScheduler:
         return diagnosis
 
     def _by_its_graph(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
-        diagnosis = autopsy.read(pending.graph_finding, self._parts, self._doctor, pending, reading, past)
+        diagnosis = graph_probe.read(pending.graph_finding, self._parts, self._doctor, pending, reading, past)
         return None if diagnosis.cause == "unknown" else diagnosis
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
@@ -177,11 +200,8 @@ class DiagnosisScheduler:
         if reading.damaged:  # the captured gradients are those of the damage: with older weights they would mislead
             past = replace(past, older_weights=None)
         again = replace(pending, rerunnable=True, divisor=1, microbatches=micros)
-        scaler, self._parts.scaler = self._parts.scaler, None  # the captured gradients are scaled already
-        try:
+        with self._parts.precision.unscaled():  # the captured gradients are scaled already
             diagnosis = self._doctor.examine(again, reading, past, self._is_deep)
-        finally:
-            self._parts.scaler = scaler
         if diagnosis is None:
             return None
         from_outside = diagnosis.phase == "data" and ".gradients" in diagnosis.because

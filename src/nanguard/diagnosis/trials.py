@@ -45,7 +45,7 @@ class Trials:
 
     def _precision(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
         parts = self._replay.parts
-        halves = any(p.element_size() < 4 for p in parts.model.parameters() if p.is_floating_point())
+        halves = any(p.element_size() < 4 for p in parts.state.model.parameters() if p.is_floating_point())
         runs_low = (
             parts.precision.dtype is not None or halves or any(m.autocast[0] for m in self._replay.pending.microbatches)
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Halt, RaisePrecision, Rollback, Skip
-from nanguard.runlog.writer import RunFolder
+from nanguard.run_folder import RunFolder
 
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.scheduler import How

@@ -29,14 +29,13 @@ from nanguard.policy.rungs import Halt
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
 from nanguard.state.backup import Backup
 from nanguard.state.undo import Undo
-from nanguard.step.assembly import assemble, choose_bundles, choose_snapshots, choose_sync
+from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
-from nanguard.step.engine import StepEngine
-from nanguard.step.journal import Journal
 from nanguard.step.optimizers import is_torchs, needs_closure
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
+from nanguard.wiring import make_engine, make_journal
 
 log = logging.getLogger("nanguard")
 
@@ -113,7 +112,6 @@ class HostedStep:
         if is_mixed:
             self._settings = settings = settings.for_one_rank_alone()
         ranks = Ranks(trained, device, group, alone=not ddp, averaged=True, is_mixed=is_mixed)
-        is_first = ranks.rank == 0
         self.skippable = ProgramOptimizers(optimizer)
         self.parts: StepParts = assemble(
             trained,
@@ -128,24 +126,24 @@ class HostedStep:
             drop_bad_microbatches=False,
             ema=None,
             loss_scale=None,
-            run_dir=None,
             process_group=group,
             skippable=self.skippable,
             ranks=ranks,
-            journal=Journal(settings.run_dir if is_first else None, speaks=is_first, optimizer=name),
+            make_journal=lambda is_first: make_journal(settings.run_dir, is_first=is_first, optimizer=name),
         )
         asks = shares or needs_closure(optimizer)
         self.sync = "eager" if asks else choose_sync(settings.sync, self.parts)
-        self.steps = StepEngine(
+        self.engine, self.recovery = make_engine(
             self.parts,
             sync=self.sync,
             accumulate=1,
             snapshots=choose_snapshots("auto", settings.policy, device),
             diagnose=settings.diagnose,
-            bundles=choose_bundles(settings.capture, settings.run_dir, self.parts),
-            run_dir=None,  # only snapshots on disk would need it
+            capture=settings.capture,
+            run_dir=settings.run_dir,
+            snapshot_dir=None,
         )
-        self.examinations = self.steps.recovery.examinations
+        self.examinations = self.recovery.examinations
         self.examinations.advice = _ADVICE
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
         live = self.examinations.live
@@ -161,23 +159,23 @@ class HostedStep:
 
     def open(self) -> None:
         """A step begins; what it may change is noted."""
-        self.steps.open(rerunnable=False, divisor=1)
+        self.engine.open(rerunnable=False, divisor=1)
 
     def leave_buffers_to(self, other: HostedStep) -> None:
         """Where another optimizer trains the same module, one of them is enough to note them."""
-        self.parts.buffers = _Borrowed(other.parts.buffers, self.parts.device)
+        self.parts.buffers = _Borrowed(other.parts.buffers, self.parts.state.device)
 
     def note_again(self) -> None:
         """What was noted before is no longer what this step begins with: the program, or others, went on."""
         if self.parts.pending is not None:
             self.parts.last_forward.mend_in_any_case_()
-            self.steps.mode.note(self.parts.pending)
+            self.engine.mode.note(self.parts.pending)
             self.parts.last_forward.begin_(self.parts.buffers)
 
     def has_bad_gradients(self) -> bool:
         """Waits for the device."""
         grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-        return bool(nonfinite(grads, self.parts.device))
+        return bool(nonfinite(grads, self.parts.state.device))
 
     @property
     def has_grown(self) -> bool:
@@ -187,12 +185,13 @@ class HostedStep:
     def take_over(self, other: HostedStep) -> None:
         """From one that knew fewer parameters."""
         self.parts.num_steps, self.parts.journal = other.parts.num_steps, other.parts.journal
-        self.num_calls, self.grad_scaler, self.parts.scaler = other.num_calls, other.grad_scaler, other.parts.scaler
+        self.num_calls, self.grad_scaler = other.num_calls, other.grad_scaler
+        self.parts.precision.use_scaler(other.parts.precision.scaler)
         self.examinations.live.take_over(other.examinations.live)
 
     def look_again(self) -> None:
         """The program may have put other tensors in the place of those that it trains."""
-        trained, params = self.parts.model, [p for group in self.skippable.groups() for p in group]
+        trained, params = self.parts.state.model, [p for group in self.skippable.groups() for p in group]
         if isinstance(trained, TrainedModules) and {id(p) for p in trained.parameters()} != {id(p) for p in params}:
             trained.take(params, names_in_sight(params))
             self.parts.look_again()
@@ -200,15 +199,15 @@ class HostedStep:
     def use_scaler(self, scaler: Any) -> None:
         """The program's GradScaler steps this optimizer: it may find an overflow, which is routine."""
         self.grad_scaler = scaler
-        if self.parts.scaler is None:
+        if self.parts.precision.scaler is None:
             self.ask_the_host()
-            self.parts.scaler = ProgramScaler(self.parts.device)
+            self.parts.precision.use_scaler(ProgramScaler(self.parts.state.device))
 
     def ask_the_host(self) -> None:
         """From now on before each step: what other optimizers do must not come in between."""
         if self.sync == "late":
             self.sync = "eager"
-            self.steps.ask_the_host()
+            self.engine.ask_the_host()
             self.open()
 
     def step(self, call: Step | None, this: Iteration) -> Any:
@@ -225,7 +224,7 @@ class HostedStep:
         self._follow()
         self.skippable.take(call)
         try:
-            self.steps.finish(pending)
+            self.engine.finish(pending)
         finally:
             self.skippable.give_back()
         if self.sync == "eager":
@@ -265,9 +264,8 @@ class HostedStep:
             self.put_back()
             raise
         if reading.found:
-            with self.steps.recovery.casebook.letting_interrupts_out():
-                answer = self.steps.recovery.answer(pending, reading)
-                parts.journal.record(answer.outcome(applied=False))
+            with self.recovery.letting_interrupts_out():
+                parts.journal.record(self.recovery.answer(pending, reading))
         else:
             parts.last_forward.mend_()
             verdict = Verdict(kind="healthy", reading=reading)
@@ -280,7 +278,7 @@ class HostedStep:
         found: tuple[Found, ...] = ()
         if is_spoiled:
             found = ("loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update",)
-        rates = self.parts.schedule.known_rates
+        rates = self.parts.state.schedule.known_rates
         return Reading(step=pending.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
 
     def sit_out(self, this: Iteration) -> None:
@@ -291,7 +289,7 @@ class HostedStep:
         loss = float(this.losses[-1]) if this.losses else math.nan
         step = parts.num_steps if pending is None else pending.step
         parts.num_steps += 1
-        parts.journal.sit_out(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=parts.schedule.known_rates))
+        parts.journal.sit_out(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=parts.state.schedule.known_rates))
         self.open()
 
     def put_back(self) -> None:
@@ -300,15 +298,15 @@ class HostedStep:
         self.parts.last_forward.forget()
 
     def close(self) -> None:
-        self.steps.settle()
-        if self.steps.ring is not None:
-            self.steps.ring.close()
+        self.engine.settle()
+        if self.engine.ring is not None:
+            self.engine.ring.close()
         self.parts.journal.close(steps=self.parts.num_steps)
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
         losses = self._losses_that_count(this)
         pending.knows_loss = bool(losses)
-        pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.device)]
+        pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
         pending.last_seen = [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
@@ -320,22 +318,22 @@ class HostedStep:
             return losses
         if self.sync == "late":
             return [self._mean_that_counts(losses)]
-        flags = torch.isfinite(torch.stack([loss.double().to(self.parts.device) for loss in losses])).tolist()
+        flags = torch.isfinite(torch.stack([loss.double().to(self.parts.state.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         return losses if len(good) in (0, len(losses)) or self.has_bad_gradients() else good
 
     def _mean_that_counts(self, losses: list[Tensor]) -> Tensor:
         """The same without waiting for the device."""
-        values = torch.stack([loss.double().to(self.parts.device) for loss in losses])
+        values = torch.stack([loss.double().to(self.parts.state.device) for loss in losses])
         is_good = torch.isfinite(values)
         grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-        all_count = (nonfinite(grads, self.parts.device) != 0) | ~is_good.any()
+        all_count = (nonfinite(grads, self.parts.state.device) != 0) | ~is_good.any()
         good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
         return torch.where(all_count, values.mean(), good)
 
     def _follow(self) -> None:
         """What the program's GradScaler has done to the gradients."""
-        ours = self.parts.scaler
+        ours = self.parts.precision.scaler
         if not isinstance(ours, ProgramScaler):
             return
         grad_scale = getattr(self.optimizer, "grad_scale", None)

@@ -23,7 +23,7 @@ from nanguard.incidents.environment import environment
 from nanguard.incidents.files import Draft, tree_of_rng
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
-from nanguard.runlog.writer import RunFolder
+from nanguard.run_folder import RunFolder
 from nanguard.state.batches import named_tensors, num_samples, take
 from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.snapshots.files import sync

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanguard.incidents.trees import flatten, restore
-from nanguard.runlog.writer import plain
+from nanguard.records.plain import plain
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.codec import DTYPES, unfit_tensor
 from nanguard.state.snapshots.files import flush, read_tensors, sync, write_tensors
@@ -216,11 +216,3 @@ def _in_words(size: int) -> str:
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: {error}"
-
-
-def as_seen(path: Path) -> str:
-    """From where the program is now; whole where that is elsewhere."""
-    try:
-        return str(path.relative_to(Path.cwd())) if path.is_absolute() else str(path)
-    except (OSError, ValueError):
-        return str(path)

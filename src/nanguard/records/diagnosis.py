@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanguard.records.diagnosis_text import long_text_of, panel_of
-from nanguard.runlog.writer import plain
+from nanguard.records.plain import plain
 
 Phase = Literal["forward", "backward", "data", "parameter", "buffer", "optimizer"]
 """``forward``: born in a forward op, also where only a gradient shows it. ``backward``: what mattered forward was

@@ -124,7 +124,8 @@ class Outcome:
     """What became of a step. ``rerun`` and ``lost`` count the steps that were in flight behind a bad one.
 
     ``did`` says what the rung did, in words: which module, which learning rate, back to which step; ``worked`` is False
-    for a rung that was tried, had no use and was taken back. ``diagnosis`` says where it came from and why, ``bundle``
+    for a rung that was tried, had no use and was taken back; ``went_back`` says that the
+    run is at an earlier state now. ``diagnosis`` says where it came from and why, ``bundle``
     is the folder in which the step is kept.
     """
 
@@ -135,6 +136,7 @@ class Outcome:
     lost: int = 0
     did: str = ""
     worked: bool = True
+    went_back: bool = False
     diagnosis: Diagnosis | None = None
     bundle: str = ""
 

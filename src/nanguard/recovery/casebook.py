@@ -10,9 +10,9 @@ from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
 from nanguard.incidents.bundle import Bundles, Kept
-from nanguard.incidents.files import as_seen
 from nanguard.records.diagnosis import Diagnosis, Fix
 from nanguard.records.steps import Outcome, Reading
+from nanguard.run_folder import as_seen
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -50,7 +50,7 @@ class Casebook:
             diagnosis,
             pending,
             parts.journal.recent,
-            parts.model,
+            parts.state.model,
             precision=parts.precision.name,
             kept_fp32=parts.islands.names,
             found=reading.found,

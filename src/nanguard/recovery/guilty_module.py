@@ -23,7 +23,7 @@ from nanguard.step.pending import PendingStep
 
 def find_culprit(parts: StepParts, dry_run: DryRun, pending: PendingStep) -> str | None:
     """The name of the module; None where nothing points to one. All ranks get the same answer. Syncs at will."""
-    modules = dict(unwrapped(parts.model).named_modules())
+    modules = dict(unwrapped(parts.state.model).named_modules())
     probe = _Probe({id(module): plain_name(name) for name, module in reversed(modules.items())})
     handles = [handle for module in modules.values() for handle in probe.watch(module)]
     try:
@@ -84,7 +84,7 @@ def _on_gradients(tensors: list[Tensor], tell: Callable[[], None]) -> None:
 
 def _owner_of_bad_gradient(parts: StepParts) -> str | None:
     """Of the last parameter of the model with a non-finite gradient: backward reaches that one first."""
-    for name, param in reversed(list(unwrapped(parts.model).named_parameters())):
+    for name, param in reversed(list(unwrapped(parts.state.model).named_parameters())):
         if param.grad is not None and _is_bad(param.grad):
             return plain_name(name).rpartition(".")[0]
     return None

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from nanguard.state.casts import to_fp32_
 from nanguard.step.parts import StepParts
-from nanguard.step.precision import Precision, Scaler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,25 +22,24 @@ class Mitigation:
 
 
 class ActiveMitigations:
-    """In force now. The lower precision is kept aside while the model is out of autocast."""
+    """In force now."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self.active: list[Mitigation] = []
         self._raised: Counter[str] = Counter()
-        self._lower: tuple[Precision, Scaler | None] | None = None
         self._has_cast = False
 
     @property
     def can_raise_precision(self) -> bool:
         """Whether anything runs below fp32."""
-        halves = any(p.is_floating_point() and p.element_size() < 4 for p in self._parts.model.parameters())
+        halves = any(p.is_floating_point() and p.element_size() < 4 for p in self._parts.state.model.parameters())
         return self._parts.precision.dtype is not None or halves
 
     def lower_lr(self, factor: float, step: int, ease_after: int | None) -> str:
         if factor == 1.0:
             return ""
-        self._parts.schedule.multiply(factor)
+        self._parts.state.schedule.multiply(factor)
         self.active.append(Mitigation(kind="lr", since=step, ease_after=ease_after, factor=factor))
         return f"learning rate multiplied by {factor:g}, now {_rates(self._parts)}"
 
@@ -55,7 +53,7 @@ class ActiveMitigations:
     def leave_autocast(self, step: int, ease_after: int | None) -> str:
         parts, cast = self._parts, self.cast()
         if parts.precision.dtype is not None:
-            self.enter_fp32()
+            parts.precision.raise_to_fp32()
             wait = self._patience("", ease_after)
             self.active.append(Mitigation(kind="model", since=step, ease_after=wait))
         halves = f", {len(cast)} tensors cast" if cast else ""
@@ -64,20 +62,11 @@ class ActiveMitigations:
     def cast(self) -> tuple[str, ...]:
         """Weights and optimizer state to fp32, in place; names of what was not."""
         parts = self._parts
-        names = to_fp32_(parts.model, parts.skippable.optimizers, () if parts.ema is None else (parts.ema,))
+        names = to_fp32_(
+            parts.state.model, parts.state.optimizers, () if parts.state.ema is None else (parts.state.ema,)
+        )
         self._has_cast = self._has_cast or bool(names)
         return names
-
-    def enter_fp32(self) -> None:
-        """Out of autocast and loss scaling, as long as ``leave_fp32`` is not called."""
-        parts = self._parts
-        self._lower = parts.precision, parts.scaler
-        parts.precision, parts.scaler = Precision.resolve("fp32", parts.device), None
-
-    def leave_fp32(self) -> None:
-        assert self._lower is not None
-        self._parts.precision, self._parts.scaler = self._lower
-        self._lower = None
 
     def are_due(self, step: int, last_trouble: int) -> bool:
         """Whether something has been in force without trouble for long enough."""
@@ -91,13 +80,13 @@ class ActiveMitigations:
 
     def _take_back(self, measure: Mitigation) -> str:
         if measure.kind == "lr":
-            if not self._parts.schedule.give_back(measure.factor):
+            if not self._parts.state.schedule.give_back(measure.factor):
                 return "the learning rate is the program's own again"
             return f"learning rate as scheduled again, {_rates(self._parts)}"
         if measure.kind == "modules":
             self._parts.islands.release(*measure.modules)
             return f"{' and '.join(measure.modules)} in {self._parts.precision.name} again"
-        self.leave_fp32()
+        self._parts.precision.return_from_fp32()
         self._begin_scale_anew()
         return f"the model in {self._parts.precision.name} again"
 
@@ -108,16 +97,16 @@ class ActiveMitigations:
 
     def _begin_scale_anew(self) -> None:
         """The loss scale went down for a reason that is gone."""
-        if self._parts.scaler is not None:
-            self._parts.scaler.begin_anew()
+        if self._parts.precision.scaler is not None:
+            self._parts.precision.scaler.begin_anew()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "active": [asdict(measure) for measure in self.active],
             "raised": dict(self._raised),
-            "in_fp32": self._lower is not None,
+            "in_fp32": self._parts.precision.is_raised,
             "cast": self._has_cast,
-            "lr_factor": self._parts.schedule.factor,
+            "lr_factor": self._parts.state.schedule.factor,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,11 +114,12 @@ class ActiveMitigations:
         self._raised = Counter(state["raised"])
         if state["cast"]:
             self.cast()
-        self._parts.schedule.factor = state["lr_factor"]
-        if state["in_fp32"] and self._lower is None:
-            self.enter_fp32()
-        elif not state["in_fp32"] and self._lower is not None:
-            self.leave_fp32()
+        self._parts.state.schedule.factor = state["lr_factor"]
+        precision = self._parts.precision
+        if state["in_fp32"] and not precision.is_raised:
+            precision.raise_to_fp32()
+        elif not state["in_fp32"] and precision.is_raised:
+            precision.return_from_fp32()
 
 
 def _is_due(measure: Mitigation, step: int, last_trouble: int) -> bool:
@@ -137,5 +127,5 @@ def _is_due(measure: Mitigation, step: int, last_trouble: int) -> bool:
 
 
 def _rates(parts: StepParts) -> str:
-    rates = [f"{rate:.3g}" for rate in dict.fromkeys(parts.schedule.rates)]
+    rates = [f"{rate:.3g}" for rate in dict.fromkeys(parts.state.schedule.rates)]
     return ", ".join(rates[:3]) + (f" and {len(rates) - 3} more" if len(rates) > 3 else "")

@@ -5,10 +5,13 @@ Called with the world as the failing step found it. All ranks come here together
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +30,11 @@ from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
 from nanguard.state.data import Data, Place
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.ring import SnapshotRing
-from nanguard.state.training_state import TrainingState
 from nanguard.step.dry_run import DryRun
 from nanguard.step.evidence import nonfinite_names
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
+from nanguard.step.protocols import StepTracer
 
 log = logging.getLogger("nanguard")
 
@@ -41,38 +44,14 @@ _MOST_MODULES = 4
 """How many modules one rung raises at most: more than a few is the whole model's business."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was decided and done. ``went_back`` where nothing of the steps in flight, ``lost`` ones, counts any more."""
-
-    verdict: Verdict
-    action: Action
-    did: str = ""
-    went_back: bool = False
-    lost: int = 0
-    diagnosis: Diagnosis | None = None
-    bundle: str = ""
-
-    def outcome(self, *, applied: bool) -> Outcome:
-        return Outcome(
-            verdict=self.verdict,
-            action=self.action,
-            applied=applied,
-            lost=self.lost,
-            did=self.did,
-            diagnosis=self.diagnosis,
-            bundle=self.bundle,
-        )
-
-
 class Recovery:
-    """``keeper`` is there where snapshots are taken."""
+    """``ring`` is None if no snapshots are taken, ``bundles`` if bad steps are not saved to disk."""
 
     def __init__(
         self, parts: StepParts, data: Data, ring: SnapshotRing | None, *, diagnose: How, bundles: Bundles | None
     ) -> None:
         self._parts, self._data, self.ring = parts, data, ring
-        self._state = TrainingState(parts)
+        self._state = parts.state
         self.mitigations = ActiveMitigations(parts)
         self._dry_run = DryRun(parts)
         self.examinations = DiagnosisScheduler(parts, self._dry_run, diagnose)
@@ -87,8 +66,8 @@ class Recovery:
 
     # ---- what the two ways of guarding call ----------------------------------------------------------------------
 
-    def watch(self, pending: PendingStep, reading: Reading) -> Answer | None:
-        """A healthy step: lets snapshots and the trend of the loss know. An answer where the loss has diverged."""
+    def watch(self, pending: PendingStep, reading: Reading) -> Outcome | None:
+        """A healthy step: lets snapshots and the trend of the loss know. An outcome if the loss has diverged."""
         journal, rule = self._parts.journal, self._parts.policy.answers_divergence
         journal.recent.append(reading)
         if rule is not None:
@@ -114,9 +93,9 @@ class Recovery:
         if answer.action.response == "apply":
             log.info("step %d: the loss is far above its past, but the weights are not to blame", reading.step)
             return None
-        return answer
+        return replace(answer, applied=True)
 
-    def answer(self, pending: PendingStep, reading: Reading) -> Answer:
+    def answer(self, pending: PendingStep, reading: Reading) -> Outcome:
         """A step that was not finite, and did not change anything."""
         if self.ring is not None:
             self.ring.agree()
@@ -133,12 +112,12 @@ class Recovery:
         verdict = replace(verdict, means=self._means(pending, diagnosis))
         kept = self.casebook.gather(pending, reading, diagnosis, is_last=is_last)
         answer = replace(self._climb(pending, verdict, diagnosis), diagnosis=diagnosis)
-        answer = replace(answer, bundle=self.casebook.write(answer.outcome(applied=False), kept))
+        answer = replace(answer, bundle=self.casebook.write(answer, kept))
         behind = self._parts.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
-    def look(self, pending: PendingStep) -> Answer | None:
-        """Between steps: an answer where the state is damaged although every step was finite. Waits for the device."""
+    def look(self, pending: PendingStep) -> Outcome | None:
+        """Between steps: an outcome if the state is damaged although every step was finite. Waits for the device."""
         if self.ring is not None:
             self.ring.agree()
         damaged = self.damaged()
@@ -147,6 +126,30 @@ class Recovery:
         reading = Reading(step=pending.step, epoch=pending.epoch, batch=pending.batch, loss=math.nan, damaged=damaged)
         self._parts.be_careful()
         return self._climb(pending, judge(reading, damaged=True, means=self._means(pending)))
+
+    @property
+    def tracer(self) -> StepTracer:
+        return self.examinations
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C, or an exit, came while the step was examined."""
+        return self.casebook.is_interrupted
+
+    def letting_interrupts_out(self) -> contextlib.AbstractContextManager[None]:
+        """Around answering and recording a step."""
+        return self.casebook.letting_interrupts_out()
+
+    def prepare(self, facts: Mapping[str, Any]) -> None:
+        """Before a snapshot of another process is put back: weights that had been cast to fp32 are to be so again."""
+        if facts["measures"]["cast"]:
+            self.mitigations.cast()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.mitigations.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mitigations.load_state_dict(state)
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync.
@@ -167,7 +170,7 @@ class Recovery:
         bad = [name for name in nonfinite_names(live) if name not in self._from_the_start]
         if not bad:
             return ()
-        buffers = self._state.buffers()
+        buffers = self._state.buffer_names()
         return tuple(name for name in bad if self._was_finite(name, live[name], is_buffer=name in buffers))
 
     def _was_finite(self, name: str, now: Tensor, *, is_buffer: bool) -> bool:
@@ -187,7 +190,7 @@ class Recovery:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what keeps it from being sound. Syncs."""
-        live, buffers = self._state.tensors(), self._state.buffers()
+        live, buffers = self._state.tensors(), self._state.buffer_names()
         bad = nonfinite_names(live)  # an Inf in a buffer may be a mask
         return tuple(name for name in bad if name not in buffers or bool(torch.isnan(live[name]).any()))
 
@@ -208,8 +211,11 @@ class Recovery:
         history = self._parts.journal.history
         return history[-1].verdict.reading.step if history else -1
 
-    def ease(self, step: int) -> None:
-        """Takes back measures that have been in force without trouble for long enough."""
+    def ease(self, step: int, settle: Callable[[], None]) -> None:
+        """Takes back mitigations that have been in force without trouble for long enough, with nothing in flight."""
+        if not self.mitigations.are_due(step, self.last_trouble):
+            return
+        settle()
         for what in self.mitigations.ease(step, self.last_trouble):
             self._parts.journal.ease(step, what)
 
@@ -225,14 +231,14 @@ class Recovery:
         data = self._data.go_back(facts["data"], rng, over=over, between=between)
         self._witness = None
         self._places.clear()
-        self._parts.journal.counts["undone"] += now - facts["step"]
+        self._parts.journal.undo(now - facts["step"])
         raised = self.mitigations.leave_autocast(now, None) if rung.raise_precision else ""
         lowered = self.mitigations.lower_lr(rung.lr, now, None)
         return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, raised, lowered]))
 
     # ---- deciding ------------------------------------------------------------------------------------------------
 
-    def _climb(self, pending: PendingStep, verdict: Verdict, diagnosis: Diagnosis | None = None) -> Answer:
+    def _climb(self, pending: PendingStep, verdict: Verdict, diagnosis: Diagnosis | None = None) -> Outcome:
         policy, history = self._parts.policy, self._parts.journal.history
         action = policy.decide(history, verdict)
         if verdict.kind == "nonfinite" and action.response != "skip":
@@ -258,7 +264,7 @@ class Recovery:
         return Means(
             lower_precision=runs_low and not self._parts.is_captured,
             can_run_again=(pending.rerunnable and bool(pending.microbatches)) or names_modules,
-            holds_schedule=self._parts.schedule.is_ours,
+            holds_schedule=self._parts.state.schedule.is_ours,
             snapshots=() if self.ring is None else self.ring.steps,
         )
 
@@ -296,12 +302,13 @@ class Recovery:
 
     def _act(
         self, pending: PendingStep, verdict: Verdict, action: Action, diagnosis: Diagnosis | None
-    ) -> Answer | None:
+    ) -> Outcome | None:
         """Does what the rung says; None where that turned out to be of no use and was taken back."""
         ladder, step = self._parts.policy.ladder, verdict.reading.step
         rung = ladder[action.rung] if action.rung is not None and action.rung < len(ladder) else None
         if isinstance(rung, LowerLR):
-            return Answer(verdict, action, self.mitigations.lower_lr(rung.factor, step, rung.recover_after))
+            did = self.mitigations.lower_lr(rung.factor, step, rung.recover_after)
+            return Outcome(verdict=verdict, action=action, applied=False, did=did)
         if isinstance(rung, Rollback):
             between = self._failed(pending, verdict) if rung.skip_batches == "failed" else None
             try:
@@ -309,7 +316,7 @@ class Recovery:
             except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
                 log.warning("cannot go back: %s", error)
                 return None
-            return Answer(verdict, action, did, went_back=True)
+            return Outcome(verdict=verdict, action=action, applied=False, did=did, went_back=True)
         if isinstance(rung, RaisePrecision):
             try:
                 raised = self._raise_precision(pending, rung, step, diagnosis)
@@ -319,18 +326,20 @@ class Recovery:
             if raised is None:
                 return None
             lowered = self.mitigations.lower_lr(rung.lr, step, None)
-            return Answer(verdict, action, "; ".join(filter(None, [raised, lowered])))
+            did = "; ".join(filter(None, [raised, lowered]))
+            return Outcome(verdict=verdict, action=action, applied=False, did=did)
         if action.response == "halt" and verdict.kind == "damage" and verdict.means.snapshots:
             return self._halt_on_sound_state(verdict, action)
-        return Answer(verdict, action)
+        return Outcome(verdict=verdict, action=action, applied=False)
 
-    def _halt_on_sound_state(self, verdict: Verdict, action: Action) -> Answer:
+    def _halt_on_sound_state(self, verdict: Verdict, action: Action) -> Outcome:
         """Before a halt a good snapshot takes the place of a damaged state, which somebody might save."""
         try:
-            return Answer(verdict, action, self.go_back(verdict.reading.step, Rollback()), went_back=True)
+            did = self.go_back(verdict.reading.step, Rollback())
+            return Outcome(verdict=verdict, action=action, applied=False, did=did, went_back=True)
         except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
             log.warning("cannot put a snapshot back: %s", error)
-            return Answer(verdict, action)
+            return Outcome(verdict=verdict, action=action, applied=False)
 
     def _raise_precision(
         self, pending: PendingStep, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None
@@ -347,17 +356,8 @@ class Recovery:
 
     def _helps_in_fp32(self, pending: PendingStep) -> bool:
         """Whether the step is sound with everything in fp32; nothing is cast for it."""
-        islands, autocasts = self._parts.islands, self._parts.precision.dtype is not None
-        kept = islands.keep("")
-        if autocasts:
-            self.mitigations.enter_fp32()
-        try:
+        with self._dry_run.in_fp32(pending, [""]):
             return self._dry_run.is_sound(pending)
-        finally:
-            if autocasts:
-                self.mitigations.leave_fp32()
-            if kept:
-                islands.release(*kept)
 
     def _modules_that_help(self, pending: PendingStep, *, verify: bool) -> tuple[str, ...]:
         """The fewest modules found that make the step sound in fp32; none where no few of them do."""

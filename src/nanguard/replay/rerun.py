@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import nanguard
-from nanguard.diagnosis.standalone import diagnose
+from nanguard.diagnose import diagnose
 from nanguard.errors import ProtocolError, ReplayError
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle

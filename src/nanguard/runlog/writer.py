@@ -9,7 +9,6 @@ JSON has no NaN or Inf, so these floats are the strings ``"nan"``, ``"inf"`` and
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -21,6 +20,9 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from nanguard.records.plain import plain
+from nanguard.run_folder import RunFolder
 
 SCHEMA = 2
 
@@ -50,39 +52,6 @@ StepFacts = tuple[float, int, int, int | None, float, Sequence[float], Sequence[
 def stride(step: int) -> int:
     """Of the steps around this one, one in how many is written: a power of two that grows with the run."""
     return 1 << (step // EVERY_STEP_UNTIL).bit_length()
-
-
-class RunFolder:
-    """The folder of a run, made when there is something to keep: the first step, or the first incident.
-
-    A program that trains nothing leaves nothing behind. If ``is_new``, the folder is the first of ``path``, ``path-2``,
-    ... that does not exist when it is made; until then ``path`` is the name to begin with.
-    """
-
-    def __init__(self, path: str | Path, *, is_new: bool = False) -> None:
-        self.path = Path(path)
-        self.is_made = False
-        self._is_new = is_new
-        self._waiting: list[str] = []
-
-    def make(self) -> Path:
-        """The folder, which exists when this returns. Raises ``OSError`` if it cannot be made."""
-        if not self.is_made:
-            if self._is_new:
-                self.path = _claimed(self.path)
-            else:
-                self.path.mkdir(parents=True, exist_ok=True)
-            self.is_made = True
-        return self.path
-
-    def hold(self, lines: Sequence[str]) -> None:
-        """Keeps lines until the folder is made. Optimizers share a log: the first line must stay the first."""
-        self._waiting += lines
-
-    def release(self) -> list[str]:
-        """The lines that were held."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
 
 
 class RunLog:
@@ -240,18 +209,6 @@ class _Pages:
                 data = data[file.write(data) :]
 
 
-def _claimed(base: Path) -> Path:
-    """The first of ``base``, ``base-2``, ... that does not exist, made here: another process may be looking too."""
-    for number in itertools.count(1):
-        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("there is always a next number")
-
-
 def _after_torn_line(file: FileIO) -> bytes:
     """A newline where a process that was killed has left half a line."""
     if file.seek(0, os.SEEK_END) == 0:
@@ -269,14 +226,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "null"
     return repr(float(value)) if math.isfinite(value) else f'"{float(value)}"'
-
-
-def plain(value: Any) -> Any:
-    """The value with floats that JSON cannot say as strings, and tuples as lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value

@@ -7,10 +7,11 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,11 +42,16 @@ _NANGUARD = str(Path(__file__).parents[1]) + os.sep
 _DEMO = os.path.join(_NANGUARD, "demo", "")
 _STDLIB = {str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")}
 _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
-_BOUNDARY = {
-    _NANGUARD + os.path.join("recovery", "rehearsal.py"),
-    _NANGUARD + os.path.join("diagnosis", "replay.py"),
-    _NANGUARD + "bench.py",
-}
+_BOUNDARIES: set[CodeType] = set()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_user_code(function: F) -> F:
+    """Marks a function of ours that calls the user's code again: its callers say nothing about where that code is."""
+    _BOUNDARIES.add(function.__code__)
+    return function
+
 
 Place = tuple[str, int, str]
 """File, line and function."""
@@ -81,9 +87,9 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
     recomputes = False
     while frame is not None:
         code = frame.f_code
-        kind = _kind_of(code.co_filename)
-        if kind == "boundary":
+        if code in _BOUNDARIES:
             break
+        kind = _kind_of(code.co_filename)
         if kind == "torch" and code.co_name == "_engine_run_backward":
             if in_engine and not recomputes:
                 return Site(place, module, home, by_engine=True, in_user_code=place is not None)
@@ -162,8 +168,6 @@ def _kind_of(file: str) -> str:
         return "checkpoint"
     if file.startswith(_TORCH):
         return "torch"
-    if file in _BOUNDARY:
-        return "boundary"
     if file.startswith(_NANGUARD) and not file.startswith(_DEMO):
         return "nanguard"
     for part in ("site-packages", "dist-packages"):

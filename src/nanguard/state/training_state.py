@@ -8,57 +8,91 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from nanguard.policy.divergence import Trend
-from nanguard.state.names import plain_name, unwrapped
-from nanguard.state.rng import RngState
-from nanguard.state.schedule import ScheduleNote
-from nanguard.step.parts import StepParts
+from nanguard.state.names import names_of, plain_name, unwrapped
+from nanguard.state.rng import RngReader, RngState
+from nanguard.state.schedule import Schedule, ScheduleNote
 
 Facts = dict[str, Any]
 Saved = Callable[[str], Tensor]
 
 
-class TrainingState:
-    """The run that a bench works on. Nothing here syncs."""
+class Component(Protocol):
+    """Something of the guard's own that is part of a run: the loss scale, limits learned for clipping, a trend."""
 
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its state on the device: the tensors themselves."""
+
+    def facts(self) -> Any:
+        """The rest of its state, as JSON can hold it."""
+
+    def restore(self, facts: Any) -> None:
+        """Puts ``facts`` back. Tensors have been written to by then."""
+
+
+class TrainingState:
+    """The one list of what a run consists of. ``components`` are parts of the guard, by name. Nothing here syncs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        *,
+        device: torch.device,
+        schedule: Schedule,
+        rng_reader: RngReader,
+        ema: Any = None,
+        components: Mapping[str, Component] | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.ema, self.device = model, optimizers, ema, device
+        self.schedule, self.rng_reader = schedule, rng_reader
+        self._components = dict(components or {})
+        self._names = names_of(model)
+
+    def look_again(self) -> None:
+        """Takes in parameters that the model has got since."""
+        self._names = names_of(self.model)
+
+    def name_of(self, param: Tensor) -> str:
+        """A parameter's name, as the user wrote it."""
+        if id(param) not in self._names:
+            self._names = names_of(self.model)
+        return self._names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step may change, as it is now; the tensors themselves, not copies."""
-        return {**dict(self._of_models()), **dict(self._of_optimizers()), **dict(self._of_guard())}
+        return {**dict(self._of_models()), **dict(self._of_optimizers()), **dict(self._of_components())}
 
     def of_model(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model alone."""
-        return dict(_slots(unwrapped(self._parts.model), "model"))
+        return dict(_slots(unwrapped(self.model), "model"))
 
-    def buffers(self) -> set[str]:
+    def buffer_names(self) -> set[str]:
         """Names of what is written already in the forward pass."""
-        return {name for name, _ in _slots(unwrapped(self._parts.model), "model", buffers_only=True)}
+        return {name for name, _ in _slots(unwrapped(self.model), "model", buffers_only=True)}
 
     def facts(self) -> Facts:
         """Everything else, copied."""
-        parts = self._parts
-        note = parts.schedule.note(everything=True)
+        note = self.schedule.note(everything=True)
         return {
             "schedule": {"options": note.options, "schedulers": note.schedulers, "factor": note.factor},
             "optimizers": [
                 {self._name(param): _skeleton(state, f"optimizer.{i}.{self._name(param)}") for param, state in each}
                 for i, each in self._states()
             ],
-            "rng": parts.rng_reader.now().as_dict(),
-            "trend": parts.journal.trend.as_dict(),
+            "rng": self.rng_reader.now().as_dict(),
             "models": [name for name, _ in self._of_models()],
             "extra": {path: copy.deepcopy(module.get_extra_state()) for path, module in self._with_extra_state()},
             "parameters": {name: list(tensor.shape) for name, tensor in self._parameters()},
-            "kinds": [type(optimizer).__name__ for optimizer in parts.skippable.optimizers],
+            "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
             "none": [name for name, owner, key in self._buffer_places() if owner._buffers[key] is None],
-            "guard": [name for name, _ in self._of_guard()],
+            "components": {name: component.facts() for name, component in self._components.items()},
+            "component_tensors": [name for name, _ in self._of_components()],
         }
 
     @torch.no_grad()
@@ -70,28 +104,34 @@ class TrainingState:
         Tensors that are still there are written to, so that whoever holds them (a captured graph, the user) sees it.
         """
         self._check(facts)
-        parts, live = self._parts, self.tensors()
-        wanted = set(facts["models"]) | set(facts["guard"])
+        live = self.tensors()
+        wanted = set(facts["models"]) | set(facts["component_tensors"])
         for skeletons in facts["optimizers"]:
             for skeleton in skeletons.values():
                 wanted |= set(_references(skeleton))
         put_back({name: live[name] for name in wanted & live.keys() if _fits(live[name], saved(name))})
         self._replace_buffers(facts["models"], live, saved, none=set(facts["none"]))
         self._replace_states(facts["optimizers"], live, saved)
-        if not any(name.startswith("clipper.") for name in facts["guard"]):
-            parts.clipper.forget()
         for path, module in self._with_extra_state():
             if path in facts["extra"]:
                 module.set_extra_state(copy.deepcopy(facts["extra"][path]))
-        parts.schedule.restore(ScheduleNote(**facts["schedule"]))
-        parts.journal.trend = Trend.from_dict(facts["trend"])
-        parts.skippable.zero_grad()
-        RngState.from_dict(facts["rng"]).restore(parts.device)
+        self.schedule.restore(ScheduleNote(**facts["schedule"]))
+        for name, component in self._components.items():
+            component.restore(facts["components"][name])
+        self.drop_gradients()
+        RngState.from_dict(facts["rng"]).restore(self.device)
+
+    def drop_gradients(self) -> None:
+        """Sets all gradients of the optimizers' parameters to None."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
 
     def _check(self, facts: Facts) -> None:
         """Raises ``ValueError`` where the run is not the one that was copied, before anything is written."""
         now, then = {name: list(tensor.shape) for name, tensor in self._parameters()}, facts["parameters"]
-        kinds = [type(optimizer).__name__ for optimizer in self._parts.skippable.optimizers]
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         odd = sorted(name for name in now.keys() | then.keys() if now.get(name, then.get(name)) != then.get(name))
         odd += sorted(then.keys() - now.keys())
         if odd or kinds != facts["kinds"]:
@@ -102,44 +142,42 @@ class TrainingState:
             )
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (owner, key) in _places(unwrapped(self._parts.model), "model"):
+        for name, (owner, key) in _places(unwrapped(self.model), "model"):
             parameter = owner._parameters.get(key)
             if parameter is not None:
                 yield name, parameter
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that keep something of their own in a checkpoint."""
-        for path, module in unwrapped(self._parts.model).named_modules():
+        for path, module in unwrapped(self.model).named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield plain_name(path), module
 
     def _buffer_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name, (owner, key) in _places(unwrapped(self._parts.model), "model", buffers_only=True):
+        for name, (owner, key) in _places(unwrapped(self.model), "model", buffers_only=True):
             yield name, owner, key
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        yield from _slots(unwrapped(self._parts.model), "model")
-        if self._parts.ema is not None:
-            yield from _slots(self._parts.ema, "ema")
+        yield from _slots(unwrapped(self.model), "model")
+        if self.ema is not None:
+            yield from _slots(self.ema, "ema")
 
     def _of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
         for i, states in self._states():
             for param, state in states:
                 yield from _leaves(state, f"optimizer.{i}.{self._name(param)}")
 
-    def _of_guard(self) -> Iterator[tuple[str, Tensor]]:
-        parts = self._parts
-        if parts.scaler is not None:
-            yield from ((f"scaler.{key}", tensor) for key, tensor in parts.scaler.tensors().items())
-        yield from ((f"clipper.{key}", tensor) for key, tensor in parts.clipper.tensors().items())
+    def _of_components(self) -> Iterator[tuple[str, Tensor]]:
+        for name, component in self._components.items():
+            yield from ((f"{name}.{key}", tensor) for key, tensor in component.tensors().items())
 
     def _states(self) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
-        for i, optimizer in enumerate(self._parts.skippable.optimizers):
+        for i, optimizer in enumerate(self.optimizers):
             yield i, list(optimizer.state.items())
 
     def _name(self, key: Any) -> str:
         """Of a parameter; some optimizers have state under other keys as well."""
-        return self._parts.name(key) if isinstance(key, Tensor) else repr(key)
+        return self.name_of(key) if isinstance(key, Tensor) else repr(key)
 
     def _replace_buffers(
         self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved, *, none: set[str]
@@ -148,10 +186,10 @@ class TrainingState:
         for name, owner, key in self._buffer_places():
             if name in none:
                 owner._buffers[key] = None
-        places = {name: place for name, place in _places(unwrapped(self._parts.model), "model") if name in names}
+        places = {name: place for name, place in _places(unwrapped(self.model), "model") if name in names}
         for name, (owner, key) in places.items():
             if key in owner._buffers and (name not in live or not _fits(live[name], saved(name))):
-                owner._buffers[key] = saved(name).clone().to(self._parts.device)
+                owner._buffers[key] = saved(name).clone().to(self.device)
 
     def _replace_states(self, skeletons: list[dict[str, Any]], live: Mapping[str, Tensor], saved: Saved) -> None:
         """Optimizer state with exactly the entries it had: made where missing, gone where it was not there yet."""
@@ -161,7 +199,7 @@ class TrainingState:
                 return live[name]
             return saved(name).clone().to(device)
 
-        for optimizer, skeleton in zip(self._parts.skippable.optimizers, skeletons, strict=True):
+        for optimizer, skeleton in zip(self.optimizers, skeletons, strict=True):
             owners = {self._name(key): key for key in optimizer.state}
             owners |= {self._name(p): p for group in optimizer.param_groups for p in group["params"]}
             for param in list(optimizer.state):

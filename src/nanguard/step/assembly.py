@@ -6,11 +6,7 @@ Each error names the value and what is accepted.
 from __future__ import annotations
 
 import logging
-import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard import __version__, _compat
-from nanguard.incidents.bundle import Bundles
+from nanguard import _compat
 from nanguard.policy.policy import Policy
-from nanguard.runlog.writer import RunFolder
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import names_of, unwrapped
 from nanguard.state.rng import RngReader
 from nanguard.state.schedule import Schedule, check_schedulers
 from nanguard.state.snapshots.options import Snapshots
+from nanguard.state.training_state import TrainingState
 from nanguard.state.undo import Undo
 from nanguard.step.clipping import Clip, Clipper
 from nanguard.step.journal import Journal
@@ -37,7 +32,7 @@ from nanguard.step.measurement import Measurement, ParamGroups
 from nanguard.step.microbatches import MicrobatchFilter
 from nanguard.step.optimizers import SkippableOptimizers, check_optimizers
 from nanguard.step.parts import StepParts
-from nanguard.step.precision import LossScale, Precision, Scaler
+from nanguard.step.precision import LossScale, MixedPrecision, Precision, Scaler
 from nanguard.step.ranks import Ranks
 
 log = logging.getLogger("nanguard")
@@ -57,15 +52,15 @@ def assemble(
     drop_bad_microbatches: bool,
     ema: nn.Module | None,
     loss_scale: LossScale | str | None,
-    run_dir: str | Path | None,
     process_group: dist.ProcessGroup | None,
     skippable: SkippableOptimizers | None = None,
     ranks: Ranks | None = None,
-    journal: Journal | None = None,
+    make_journal: Callable[[bool], Journal] | None = None,
 ) -> StepParts:
     """The parts of a guarded step; raises ``ValueError`` for what cannot be guarded.
 
-    Whoever drives optimizers in another way than ``Guard`` brings a ``shield``, ``ranks`` and ``journal`` of its own.
+    A host that drives optimizers in another way than ``Guard`` brings its own ``skippable`` and ``ranks``.
+    ``make_journal`` is told whether this rank is the first, which alone writes and logs.
     """
     optimizers: tuple[Optimizer, ...] = _several(optimizer)
     schedulers: tuple[LRScheduler, ...] = _several(scheduler)
@@ -73,7 +68,7 @@ def assemble(
     if skippable is None:
         check_optimizers(optimizers, model)
     check_schedulers(schedulers, optimizers)
-    _check_choice("schedule_per", schedule_per, ("step", "epoch"))
+    check_choice("schedule_per", schedule_per, ("step", "epoch"))
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
     if loss_scale == "auto":
@@ -93,99 +88,51 @@ def assemble(
     ranks = ranks or Ranks(model, device, process_group)
     buffers = Undo(device)
     buffers.watch_buffers(unwrapped(model))
-    return StepParts(
-        model=model,
+    mixed = MixedPrecision(
+        resolved, Scaler(loss_scale, device) if scales and isinstance(loss_scale, LossScale) else None
+    )
+    is_first = ranks.rank == 0
+    journal = Journal(speaks=is_first) if make_journal is None else make_journal(is_first)
+    state = TrainingState(
+        model,
+        optimizers,
         device=device,
-        precision=resolved,
+        schedule=Schedule(optimizers, schedulers, schedule_per),
+        rng_reader=RngReader(device),
+        ema=ema,
+        components={"scaler": mixed, "clipper": clipper, "trend": journal},
+    )
+    return StepParts(
+        state=state,
+        precision=mixed,
         policy=policy,
         skippable=skippable,
-        schedule=Schedule(optimizers, schedulers, schedule_per),
         clipper=clipper,
-        scaler=Scaler(loss_scale, device) if scales and isinstance(loss_scale, LossScale) else None,
         microbatch_filter=MicrobatchFilter(unwrapped(model), device) if drop_bad_microbatches else None,
         param_groups=ParamGroups(model, skippable, together=clipper.together),
         ranks=ranks,
         measurement=Measurement(device, ranks),
         buffers=buffers,
         last_forward=LastForward(model, device),
-        ema=ema,
         islands=Islands(model, device.type),
-        rng_reader=RngReader(device),
-        journal=journal or Journal(run_dir if ranks.rank == 0 else None, speaks=ranks.rank == 0),
-        names=names_of(model),
+        journal=journal,
         modules=list(model.modules()),
     )
 
 
 def choose_sync(sync: str, parts: StepParts) -> str:
     """``"late"`` or ``"eager"``; the first only where the device can do without the host."""
-    _check_choice("sync", sync, ("auto", "eager", "late"))
+    check_choice("sync", sync, ("auto", "eager", "late"))
     late_is_possible = parts.skippable.skips_on_device and not parts.drops_gradients
     if sync == "auto":
-        return "late" if late_is_possible and parts.device.type == "cuda" else "eager"
+        return "late" if late_is_possible and parts.state.device.type == "cuda" else "eager"
     if sync == "late" and not late_is_possible:
-        names = " and ".join(type(optimizer).__name__ for optimizer in parts.skippable.optimizers)
+        names = " and ".join(type(optimizer).__name__ for optimizer in parts.state.optimizers)
         why = f"{names} cannot skip a step on the device; pass fused=True to Adam, AdamW, SGD or Adagrad"
         if parts.drops_gradients:
             why = "DropBadGradients() needs the host to decide"
         raise ValueError(f"sync='late' is not possible: {why}. Or use sync='eager', at one sync a step")
     return sync
-
-
-def introduce(
-    parts: StepParts, *, asked_precision: str, sync: str, program: Mapping[str, Any] | None = None, joins: bool = False
-) -> None:
-    """Says once how the run is guarded, and what would make it better.
-
-    ``program`` is what runs it, where that is known; with ``joins`` the run has begun already, with other optimizers.
-    """
-    how = "no sync a step" if sync == "late" else "one sync a step"
-    name = parts.precision.name
-    log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, parts.device, how)
-    if parts.policy.drops_gradients and not parts.drops_gradients:
-        log.warning("DropBadGradients is ignored in fp16: a scaled overflow says nothing about one parameter")
-    slow = parts.skippable.not_fused()
-    if slow:
-        level = logging.INFO if parts.device.type == "cpu" else logging.WARNING
-        log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", " and ".join(slow))
-    parts.journal.begin(
-        "optimizer" if joins else "run",
-        nanguard=__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        host=platform.node(),
-        pid=os.getpid(),
-        device=str(parts.device),
-        precision=name,
-        sync=sync,
-        ranks=parts.ranks.size,
-        optimizers=[type(optimizer).__name__ for optimizer in parts.skippable.optimizers],
-        groups=_names_of_norms(parts),
-        policy=describe(parts.policy),
-        parameters=sum(p.numel() for p in parts.model.parameters()),
-        **(program or {}),
-    )
-
-
-def _names_of_norms(parts: StepParts) -> list[str]:
-    """One for each norm that is measured: a parameter group, or all of them together."""
-    if parts.clipper.together:
-        return ["all parameters"]
-    names = []
-    for place, optimizer in enumerate(parts.skippable.optimizers):
-        kind = type(optimizer).__name__
-        same = [type(other).__name__ for other in parts.skippable.optimizers].count(kind)
-        whose = f"{kind} {place}" if same > 1 else kind
-        for number, group in enumerate(optimizer.param_groups):
-            given = group.get("name")
-            names.append(given if isinstance(given, str) and given else f"{whose} group {number}")
-    return names if len(names) > 1 else ["all parameters"]
-
-
-def describe(policy: Policy) -> dict[str, Any]:
-    """The policy in plain containers, each rung with its name."""
-    ladder = [{"rung": type(rung).__name__, **asdict(rung)} for rung in policy.ladder]
-    return {**asdict(policy), "ladder": ladder}
 
 
 def choose_policy(policy: Any) -> Policy:
@@ -208,21 +155,6 @@ def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Sn
     if snapshots is not None and not isinstance(snapshots, Snapshots):
         raise ValueError(f"snapshots must be a Snapshots object, 'auto' or None, got {snapshots!r}")
     return snapshots
-
-
-def choose_diagnosis(diagnose: Any) -> Any:
-    """What the user chose, checked."""
-    _check_choice("diagnose", diagnose, ("auto", "full", "brief", "off"))
-    return diagnose
-
-
-def choose_bundles(capture: Any, run_dir: str | Path | RunFolder | None, parts: StepParts) -> Bundles | None:
-    """Where bad steps are kept; None where nothing is to be written."""
-    _check_choice("capture", capture, ("none", "meta", "batch", "full"))
-    if run_dir is None or capture == "none":
-        return None
-    ranks = parts.ranks
-    return Bundles(run_dir, capture, precision=parts.precision.name, rank=ranks.rank, world_size=ranks.size)
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -259,7 +191,7 @@ def _check_scaling(model: nn.Module) -> None:
         )
 
 
-def _check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:
+def check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
 

@@ -77,9 +77,14 @@ class Clipper:
         """What a learned limit remembers, as it is on the device."""
         return {} if self._window is None else self._window.tensors()
 
-    def forget(self) -> None:
-        """A learned limit begins anew."""
-        self._window = self._clipped = None
+    def facts(self) -> bool:
+        """For a snapshot: whether a limit had been learned."""
+        return self._window is not None
+
+    def restore(self, facts: bool) -> None:
+        """A learned limit begins anew if there was none; else its tensors have been written to already."""
+        if not facts:
+            self._window = self._clipped = None
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._window is None else self._window.state_dict()

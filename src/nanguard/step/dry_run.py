@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nanguard.numerics.finite import nonfinite
+from nanguard.source.frames import runs_user_code
 from nanguard.step.parts import StepParts, check_loss
 from nanguard.step.pending import PendingStep
 
@@ -37,9 +38,9 @@ class DryRun:
         with self.stage(pending):
             losses = self.run(pending)
             grads = [p.grad for group in parts.skippable.groups() for p in group if p.grad is not None]
-            bad = bool(nonfinite(losses, parts.device))
-            if parts.scaler is None or parts.scaler.scale.item() <= parts.scaler.floor:
-                bad = bad or bool(nonfinite(grads, parts.device))
+            bad = bool(nonfinite(losses, parts.state.device))
+            if parts.precision.scaler is None or parts.precision.scaler.scale.item() <= parts.precision.scaler.floor:
+                bad = bad or bool(nonfinite(grads, parts.state.device))
         return not parts.ranks.any(bad)
 
     def run(self, pending: PendingStep) -> list[Tensor]:
@@ -51,11 +52,28 @@ class DryRun:
             self.backward(pending, loss)
         return losses
 
+    @runs_user_code
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """Of one micro-batch, inside ``stage``."""
-        mean = loss / pending.divisor
-        scaled = mean if self._parts.scaler is None else self._parts.scaler.scaled(mean)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self._parts.precision.scaled(loss / pending.divisor).backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def in_fp32(self, pending: PendingStep, names: Sequence[str]) -> Iterator[None]:
+        """These modules run in fp32; for ``[""]`` the whole step, with autocast and loss scale off. Casts nothing."""
+        parts = self._parts
+        kept = parts.islands.keep(*(name for name in names if name not in parts.islands.names))
+        modes = [micro.autocast for micro in pending.microbatches]
+        try:
+            with parts.precision.in_fp32() if "" in names else contextlib.nullcontext():
+                if "" in names:
+                    for micro in pending.microbatches:
+                        micro.autocast = (False, micro.autocast[1])
+                yield
+        finally:
+            for micro, mode in zip(pending.microbatches, modes, strict=True):
+                micro.autocast = mode
+            if kept:
+                parts.islands.release(*kept)
 
     @contextlib.contextmanager
     def stage(self, pending: PendingStep, *, alone: bool = False) -> Iterator[None]:
@@ -64,20 +82,29 @@ class DryRun:
         All ranks set it together, unless ``alone``: then calls go past DDP, which waits for other ranks at times.
         """
         parts = self._parts
-        rng, training, open_window = parts.rng_reader.now(), [(m, m.training) for m in parts.modules], parts.pending
+        rng, training, open_window = (
+            parts.state.rng_reader.now(),
+            [(m, m.training) for m in parts.modules],
+            parts.pending,
+        )
         parts.buffers.note_()
         parts.skippable.zero_grad()
         parts.pending = pending.afresh()
         try:
             for module, mode in pending.training:
                 module.training = mode
-            with torch.inference_mode(False), torch.enable_grad(), apart(parts.model, alone=alone), _warning_nobody():
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                apart(parts.state.model, alone=alone),
+                _warning_nobody(),
+            ):
                 yield
         finally:
             parts.buffers.undo_()
             parts.skippable.zero_grad()
             parts.pending = open_window
-            rng.restore(parts.device)
+            rng.restore(parts.state.device)
             for module, mode in training:
                 module.training = mode
 
@@ -88,11 +115,10 @@ class DryRun:
         """The loss of one micro-batch, inside ``stage``."""
         parts, micro = self._parts, pending.microbatches[place]
         if micro.rng is not None:
-            micro.rng.restore(parts.device)
+            micro.rng.restore(parts.state.device)
         enabled, dtype = micro.autocast
-        with torch.autocast(parts.device.type, dtype=dtype, enabled=enabled), parts.precision.autocast():
-            result = micro.loss_fn(parts.model, micro.fresh_batch())
-        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
+            loss, _ = parts.forward(micro)
         if torch.is_grad_enabled():
             check_loss(loss)
         return loss if loss.ndim == 0 else loss.reshape(())

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from nanguard.records.steps import Action, Means, Outcome, Reading, Verdict
-from nanguard.recovery.recovery import Recovery
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
+from nanguard.step.protocols import Responder
 
 
 class Eager:
     """One sync a step, where the device is not the CPU."""
 
-    def __init__(self, parts: StepParts, recovery: Recovery) -> None:
+    def __init__(self, parts: StepParts, recovery: Responder) -> None:
         self._parts, self._recovery = parts, recovery
-        self._good = torch.zeros((), dtype=torch.float32, device=parts.device)
+        self._good = torch.zeros((), dtype=torch.float32, device=parts.state.device)
         self._bad = torch.ones_like(self._good)
         self._unwatched: deque[tuple[PendingStep, Reading]] = deque()
 
@@ -50,7 +50,7 @@ class Eager:
 
     def finish(self, pending: PendingStep) -> None:
         parts = self._parts
-        pending.lrs = parts.schedule.known_rates
+        pending.lrs = parts.state.schedule.known_rates
         groups = parts.gather(pending)
         reply = self._ask(pending, groups)
         verdict = parts.judge(parts.read(pending, reply))
@@ -81,9 +81,9 @@ class Eager:
             return
         parts.update_average()
         parts.clipper.remember_()
-        parts.schedule.tick()
-        if parts.scaler is not None:
-            parts.scaler.update_(self._good)
+        parts.state.schedule.tick()
+        if parts.precision.scaler is not None:
+            parts.precision.scaler.update_(self._good)
         parts.skippable.end_step()
         self._unwatched.append((pending, verdict.reading))
         parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
@@ -92,18 +92,18 @@ class Eager:
         parts = self._parts
         self._recovery.fence()
         is_routine = verdict.kind == "overflow" and not verdict.reading.buffers
-        if not (is_routine and parts.scaler is not None and parts.scaler.keeps_buffers):
+        if not (is_routine and parts.precision.scaler is not None and parts.precision.scaler.keeps_buffers):
             parts.buffers.undo_()
-        if parts.scaler is not None:
-            parts.scaler.update_(self._bad)
+        if parts.precision.scaler is not None:
+            parts.precision.scaler.update_(self._bad)
         parts.skippable.end_step()
         if verdict.kind == "overflow":
             self._recovery.back_off(verdict.reading.step)
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="back_off"), applied=False))
             return
         if not self._catch_up():
-            with self._recovery.casebook.letting_interrupts_out():
-                parts.journal.record(self._recovery.answer(pending, verdict.reading).outcome(applied=False))
+            with self._recovery.letting_interrupts_out():
+                parts.journal.record(self._recovery.answer(pending, verdict.reading))
 
     def _catch_up(self) -> bool:
         """Looks at all there is; whether the run has gone back by it, and what came after counts no more."""
@@ -118,7 +118,7 @@ class Eager:
             return False
         if answer.went_back:
             self.drop_in_flight()
-        self._parts.journal.remember(answer.outcome(applied=True))
+        self._parts.journal.remember(answer)
         return answer.went_back
 
     def _ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues:

@@ -6,22 +6,15 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nanguard.diagnosis.graph_probe import examine_graph
-from nanguard.diagnosis.scheduler import How
 from nanguard.errors import ProtocolError
-from nanguard.incidents.bundle import Bundles
-from nanguard.recovery.recovery import Recovery
-from nanguard.source.frames import calling_line
 from nanguard.state.data import Data
 from nanguard.state.rng import RngState
-from nanguard.state.snapshots.options import Snapshots
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.calls import Call, CallRecorder
 from nanguard.step.eager import Eager
@@ -29,41 +22,37 @@ from nanguard.step.late import Late
 from nanguard.step.measurement import MeasurementLayout
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
+from nanguard.step.protocols import Mode, Responder
 
 log = logging.getLogger("nanguard")
 
 
 class StepEngine:
-    """One at a time. ``late`` is there where the device decides by itself."""
+    """One step at a time. ``late`` is None if the host is asked before each step; ``ring`` if there are no snapshots.
+
+    ``records_calls``: in a loop of the user's own, what the model is given is noted, so that it can be called again.
+    """
 
     def __init__(
         self,
         parts: StepParts,
+        data: Data,
+        ring: SnapshotRing | None,
+        recovery: Responder,
         *,
         sync: str,
         accumulate: int,
-        snapshots: Snapshots | None,
-        diagnose: How,
-        bundles: Bundles | None,
-        run_dir: str | Path | None,
+        records_calls: bool,
     ) -> None:
-        self.parts = parts
+        self.parts, self.data, self.ring, self.recovery = parts, data, ring, recovery
         self.accumulate = accumulate
         self.num_epochs = 0
-        self.data = Data(parts.device, parts.rng_reader)
-        folder = None if run_dir is None else Path(run_dir) / "snapshots"
-        self.ring = (
-            None
-            if snapshots is None
-            else SnapshotRing(parts, self.data, snapshots, folder=folder, run_facts=self.facts, prepare=self._prepare)
-        )
-        self.recovery = Recovery(parts, self.data, self.ring, diagnose=diagnose, bundles=bundles)
-        self.late = Late(parts, self.recovery) if sync == "late" else None
-        self.mode = self.late or Eager(parts, self.recovery)
+        self.late = Late(parts, recovery) if sync == "late" else None
+        self.mode: Mode = self.late or Eager(parts, recovery)
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
         self._left_early = False
-        self._recorder = CallRecorder(self._open_calls, self._note_random_states, parts.device.type)
-        self._listens = diagnose == "off"
+        self._recorder = CallRecorder(self._open_calls, self._note_random_states, parts.state.device.type)
+        self._records_calls = records_calls
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -108,7 +97,7 @@ class StepEngine:
         if not self.parts.is_capturing:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
-            self._ease()
+            self.recovery.ease(self.parts.num_steps, self.mode.settle)
             self._before_the_first_step()
         elif self.late is None or not self.late.is_settled:
             raise ProtocolError(
@@ -122,33 +111,34 @@ class StepEngine:
         self.parts.ranks.forget_()
         self.parts.pending = pending
         if not rerunnable:
-            self.recovery.examinations.live.begin(pending.last_seen)
+            self.recovery.tracer.begin(pending.last_seen)
+        self.parts.journal.observers.on_open(pending.step)
         return pending
 
     @contextlib.contextmanager
     def in_own_loop(self) -> Iterator[None]:
         """Around the forward pass of a loop of the user's own: what the model is given is noted."""
-        if not self._listens:
-            self._listens = True
-            self._recorder.listen(self.parts.model)
-        with self._giving_memory_back(), self.recovery.examinations.live.watching(), self.parts.precision.autocast():
+        if self._records_calls:
+            self._records_calls = False
+            self._recorder.listen(self.parts.state.model)
+        with self._giving_memory_back(), self.recovery.tracer.watching(), self.parts.precision.autocast():
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """In a loop of the user's own."""
-        live = self.recovery.examinations.live
-        if self.parts.device.type == "cpu" and isinstance(loss, Tensor):  # elsewhere looking would mean waiting
-            pending.graph_finding = examine_graph([loss], calling_line()) or pending.graph_finding
-        with self._giving_memory_back(), live.watching():
+        tracer = self.recovery.tracer
+        if isinstance(loss, Tensor):
+            pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
+        with self._giving_memory_back(), tracer.watching():
             self.parts.backward(pending, loss)
-        pending.live = live.after_backward(loss) or pending.live
+        pending.live = tracer.after_backward(loss) or pending.live
 
     def _open_calls(self) -> list[Call] | None:
         pending = self.parts.pending
         return None if pending is None or pending.rerunnable or self.parts.is_capturing else pending.calls
 
     def _note_random_states(self) -> RngState:
-        return self.parts.rng_reader.now(self.parts.num_steps)
+        return self.parts.state.rng_reader.now(self.parts.num_steps)
 
     def finish(self, pending: PendingStep) -> None:
         self.parts.pending = None
@@ -166,7 +156,7 @@ class StepEngine:
         self.parts.num_steps += 1
         if self.data.is_going_back:  # the rest of a loop's body, of a batch that will come again
             self.parts.clear()
-            self.parts.journal.counts["lost"] += 1
+            self.parts.journal.lose(1)
             return
         with self._giving_memory_back(), self.parts.leaving_no_trace():
             self.mode.finish(pending)
@@ -195,15 +185,8 @@ class StepEngine:
         if self.ring is not None and self.data.current is None:
             self.ring.after_step(self.parts.num_steps)
 
-    def _ease(self) -> None:
-        """Measures that have been in force for long enough are taken back, with nothing in flight."""
-        step, recovery = self.parts.num_steps, self.recovery
-        if recovery.mitigations.are_due(step, recovery.last_trouble):
-            self.mode.settle()
-            recovery.ease(step)
-
     def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:
-        averages_ranks = isinstance(self.parts.model, DistributedDataParallel)
+        averages_ranks = isinstance(self.parts.state.model, DistributedDataParallel)
         micro = Microbatch(loss_fn, batch, None, reduce_gradients=is_last or not averages_ranks)
         if not self.parts.is_capturing:
             pending = self.parts.pending
@@ -228,13 +211,13 @@ class StepEngine:
         # Not inside the handler: the error holds all that the failed pass had computed.
         log.warning("step %d ran out of memory: nanguard gave back what it held, and runs it again", pending.step)
         gc.collect()
-        if self.parts.device.type == "cuda":
+        if self.parts.state.device.type == "cuda":
             torch.cuda.empty_cache()
         return self._from_its_beginning(pending, micro)
 
     def _can_run_alone(self, micro: Microbatch) -> bool:
         """Not if other ranks have gone on, if DDP waits for the rest of a backward pass, or in a CUDA graph."""
-        ddp = isinstance(self.parts.model, DistributedDataParallel)
+        ddp = isinstance(self.parts.state.model, DistributedDataParallel)
         return micro.rng is not None and self.parts.ranks.size == 1 and not ddp
 
     def _from_its_beginning(self, pending: PendingStep, last: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
@@ -250,9 +233,9 @@ class StepEngine:
         parts.ranks.forget_()
         for micro in (*pending.microbatches, last):
             if micro.rng is not None:
-                micro.rng.restore(parts.device)
+                micro.rng.restore(parts.state.device)
             enabled, dtype = micro.autocast
-            with torch.autocast(parts.device.type, dtype=dtype, enabled=enabled):
+            with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
                 loss, aux = parts.forward_backward(pending, micro)
             micro.show(loss)
         return loss, aux
@@ -283,7 +266,7 @@ class StepEngine:
         self.settle()
         if self.data.current is not None:  # the last epoch was left early
             self.data.abandon()
-            self.parts.schedule.tick_epoch()
+            self.parts.state.schedule.tick_epoch()
         if self.ring is None:  # nobody will ever go back to an earlier pass
             self.data.passes.clear()
         self.num_epochs += 1
@@ -291,6 +274,7 @@ class StepEngine:
         self.num_epochs = self.data.begin(loader, self.num_epochs).number
         self.parts.look_again()
         self._before_the_first_step()
+        self.parts.journal.observers.on_epoch(self.num_epochs)
         return self.num_epochs
 
     def hear(self) -> None:
@@ -318,7 +302,7 @@ class StepEngine:
         if self.data.is_going_back:
             self._follow()
             return True
-        self.parts.schedule.tick_epoch()
+        self.parts.state.schedule.tick_epoch()
         goes_on = self.data.end()
         self._follow()
         return goes_on
@@ -328,7 +312,7 @@ class StepEngine:
         answer = self.recovery.look(PendingStep(self.parts.num_steps, self.num_epochs, self._position, False, 1))
         if answer is not None:
             self.mode.drop_in_flight()
-            self.parts.journal.remember(answer.outcome(applied=False))
+            self.parts.journal.remember(answer)
 
     def settle(self) -> None:
         if self.parts.pending is None or not self.parts.pending.losses:
@@ -354,7 +338,7 @@ class StepEngine:
             "num_steps": self.parts.num_steps,
             "num_epochs": self.num_epochs,
             "journal": self.parts.journal.state_dict(),
-            "measures": self.recovery.mitigations.state_dict(),
+            "measures": self.recovery.state_dict(),
             "kept_fp32": self.parts.islands.state_dict(),
         }
 
@@ -371,13 +355,8 @@ class StepEngine:
         self.data.resume_at(facts["data"], RngState.from_dict(facts["rng"]))
         return self.parts.num_steps
 
-    def _prepare(self, facts: dict[str, Any]) -> None:
-        """Before a snapshot of another process is put back: weights that had been cast to fp32 are to be so again."""
-        if facts["measures"]["cast"]:
-            self.recovery.mitigations.cast()
-
     def load_facts(self, facts: dict[str, Any]) -> None:
         self.parts.num_steps, self.num_epochs = facts["num_steps"], facts["num_epochs"]
         self.parts.journal.load_state_dict(facts["journal"])
         self.parts.islands.load_state_dict(facts["kept_fp32"])
-        self.recovery.mitigations.load_state_dict(facts["measures"])
+        self.recovery.load_state_dict(facts["measures"])

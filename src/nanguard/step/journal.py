@@ -1,4 +1,4 @@
-"""What the guard remembers and tells: counts, incidents, the history the policy decides by, log lines, the run log."""
+"""What the guard remembers: counts, incidents, and the history that the policy decides by. It tells the observers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanguard.errors import NonFiniteError
-from nanguard.incidents.files import as_seen
 from nanguard.policy.divergence import Trend
-from nanguard.records.panel import halt_message, panel
-from nanguard.records.steps import Incident, Outcome, Progress, Reading
+from nanguard.records.panel import halt_message
+from nanguard.records.steps import Action, Incident, Outcome, Progress, Reading, Verdict
 from nanguard.records.summary import closing_line
-from nanguard.runlog.writer import SCHEMA, RunFolder, RunLog
+from nanguard.step.observers import Observers
 
 log = logging.getLogger("nanguard")
 
@@ -29,17 +29,21 @@ _COUNTED = {
     "halt": "halted",
 }
 
-_A_ROW = 3
-"""So many incidents of one kind on neighbouring steps are told in a line, and longer rows only now and then."""
-
 
 class Journal:
-    """Written to once for each step the host has heard of. Only one rank ``speaks`` and has a ``run_dir``.
+    """Written to once for each step the host has heard of. Only one rank ``speaks``: the others log nothing.
 
-    ``optimizer`` is the name that each line of the run log gets where several guards write to one.
+    ``where`` says how to read on, for the closing line.
     """
 
-    def __init__(self, run_dir: str | Path | RunFolder | None, *, speaks: bool, optimizer: str = "") -> None:
+    def __init__(
+        self,
+        observers: Observers | None = None,
+        *,
+        speaks: bool = True,
+        where: Callable[[], str] = lambda: "guard.incidents",
+    ) -> None:
+        self.observers = observers or Observers()
         self.history: list[Outcome] = []
         self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
         self.last: Outcome | None = None
@@ -55,7 +59,7 @@ class Journal:
         self._numbers: list[int] = []
         self._next: int | None = None
         self._speaks = speaks
-        self._log = RunLog(run_dir, optimizer=optimizer) if run_dir is not None else None
+        self._where = where
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -73,12 +77,8 @@ class Journal:
             self._next = next(self.numbers)
         return self._next
 
-    def begin(self, event: str = "run", **header: Any) -> None:
-        if self._log is not None:
-            self._log.write(event, schema=SCHEMA, **header)
-
     def record(self, outcome: Outcome) -> None:
-        """Counts, remembers, logs; raises ``NonFiniteError`` where the policy says to halt."""
+        """Counts, remembers, and tells the observers; raises ``NonFiniteError`` if the policy says to halt."""
         self.last = outcome
         reading, response = outcome.verdict.reading, outcome.action.response
         if response != "roll_back":
@@ -87,84 +87,49 @@ class Journal:
             self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost
-        if self._log is not None:
-            self._write_step(self._log, reading, skipped=not outcome.applied)
-        if response == "back_off":
-            self._note_overflow(outcome)
-        elif response != "apply" or reading.dropped_microbatches:
+        self.observers.on_heard(outcome)
+        if response not in ("back_off", "apply") or (response == "apply" and reading.dropped_microbatches):
             self.remember(outcome)
 
     def sit_out(self, reading: Reading) -> None:
         """A step that was left out for the sake of another optimizer's, which says why."""
         self.counts["skipped"] += 1
-        if self._log is not None:
-            self._write_step(self._log, reading, skipped=True)
+        verdict = Verdict(kind="healthy", reading=reading)
+        self.observers.on_heard(Outcome(verdict=verdict, action=Action(response="skip"), applied=False))
 
     def remember(self, outcome: Outcome) -> None:
-        """What had to be answered, whether its step has been counted already or not."""
+        """An outcome that had to be answered, whether its step has been counted already or not."""
         incident = Incident(number=self.next_number, outcome=outcome)
         self.history.append(outcome)
         self._numbers.append(incident.number)
         self._next = None
         if outcome.action.response == "roll_back":
             self.counts["rolled_back"] += 1
-        self._tell(incident)
+        self.observers.on_incident(incident)
         if outcome.action.response == "halt":
             raise NonFiniteError(halt_message(incident, known=self._known_before()), incident)
 
+    def lose(self, number: int) -> None:
+        """So many steps that were in flight had no effect and cannot be run again."""
+        self.counts["lost"] += number
+
+    def lose_reruns(self, number: int) -> None:
+        """So many steps that were to be run again were not."""
+        self.counts.update(rerun=-number, lost=number)
+
+    def undo(self, number: int) -> None:
+        """A rollback has undone so many steps."""
+        self.counts["undone"] += number
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Tells the observers of something else."""
+        self.observers.on_event(event, fields)
+
     def ease(self, step: int, what: str) -> None:
-        """A measure was taken back."""
-        self.write("eased", step=step, what=what)
+        """A mitigation was taken back."""
+        self.note("eased", step=step, what=what)
         if self._speaks:
             log.info("step %d: after a time without trouble, %s", step, what)
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Into the run log."""
-        if self._log is not None:
-            self._log.write(event, **fields)
-
-    def _write_step(self, runlog: RunLog, reading: Reading, *, skipped: bool) -> None:
-        """A log that cannot be written is given up; it never stops a run."""
-        try:
-            runlog.write_step(
-                step=reading.step,
-                epoch=reading.epoch,
-                batch=reading.batch,
-                loss=reading.loss,
-                norms=reading.norms,
-                lrs=reading.lrs,
-                scale=reading.scale,
-                skipped=skipped,
-            )
-        except Exception:
-            self._log = None
-            log.exception("step %d cannot be written to the run log: the run goes on without it", reading.step)
-
-    def _tell(self, incident: Incident) -> None:
-        """Into the run log and the terminal. A fault in the telling is logged and never stops a run that is safe."""
-        response = incident.outcome.action.response
-        try:
-            path = None
-            if self._log is not None:
-                event = "drop" if response in ("apply", "drop_gradients") else "incident"
-                self._log.write_incident(event, number=incident.number, **incident.outcome.as_dict())
-                path = str(self._log.path)
-            if self._speaks and response != "halt":  # a halt says all this in its error
-                in_a_row = self._in_a_row()
-                level = logging.WARNING if in_a_row < _A_ROW or _is_round(in_a_row) else logging.INFO
-                row = in_a_row if in_a_row >= _A_ROW else 1
-                log.log(level, "%s", panel(incident, path, in_a_row=row))
-        except Exception:
-            log.exception("step %d: %s, which could not be described", incident.reading.step, response)
-
-    def _in_a_row(self) -> int:
-        """How many of the last incidents are skips of neighbouring steps for one reason: a bad shard is long."""
-        number, later = 1, self.history[-1]
-        for past in reversed(self.history[:-1]):
-            if not _are_alike(past, later):
-                break
-            number, later = number + 1, past
-        return number
 
     def _known_before(self) -> Incident | None:
         """The last incident of which a cause is known."""
@@ -173,9 +138,7 @@ class Journal:
         return None if place is None else Incident(number=self._numbers[-place], outcome=self.history[-place])
 
     def close(self, *, steps: int) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log.write("end", steps=steps, counts=dict(self.counts))
+        self.observers.on_close(steps, dict(self.counts))
 
     def sum_up(self, look: Callable[[], Sequence[str]] | None = None) -> None:
         """Logs in one line what became of the run, if there are incidents that no such line has told of.
@@ -194,10 +157,21 @@ class Journal:
                 refused_in_a_row=self.refused_in_a_row,
                 num_not_kept=self.num_not_kept,
             )
-            where = "guard.incidents" if self._log is None else f"nanguard explain {as_seen(self._log.path.parent)}"
-            log.warning("end of the run: %s; more: %s", told, where)
+            log.warning("end of the run: %s; more: %s", told, self._where())
         except Exception:
             log.exception("what became of the run could not be summed up")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a snapshot: nothing on the device."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """For a snapshot: the trend of the loss goes back with the run."""
+        return self.trend.as_dict()
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Puts ``facts`` back."""
+        self.trend = Trend.from_dict(facts)
 
     def state_dict(self) -> dict[str, Any]:
         # What a diagnosis found is in the run log; how long it took would make equal runs differ.
@@ -211,28 +185,3 @@ class Journal:
         self.numbers, self._next = itertools.count(len(self.history) + 1), None
         self.trend = Trend.from_dict(state["trend"])
         self._num_summed_up = len(self.history)
-
-    def _note_overflow(self, outcome: Outcome) -> None:
-        reading = outcome.verdict.reading
-        if self._log is not None:
-            self._log.write("overflow", step=reading.step, epoch=reading.epoch, scale=reading.scale)
-        if self._speaks:
-            log.info(
-                "step %d: fp16 gradients overflowed at loss scale %g, backing off",
-                reading.step,
-                reading.scale,
-            )
-
-
-def _are_alike(one: Outcome, next_one: Outcome) -> bool:
-    """Whether two neighbouring steps were skipped for the same reason."""
-    skips = one.action.response == next_one.action.response == "skip"
-    neighbours = next_one.verdict.reading.step - one.verdict.reading.step == 1
-    return skips and neighbours and one.verdict.cause == next_one.verdict.cause
-
-
-def _is_round(number: int) -> bool:
-    """3, 10, 30, 100, 300, ..."""
-    while number % 10 == 0:
-        number //= 10
-    return number in (1, 3)

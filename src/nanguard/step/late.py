@@ -20,25 +20,25 @@ from torch import Tensor, nn
 
 from nanguard.errors import ProtocolError
 from nanguard.records.steps import Action, Outcome, Verdict
-from nanguard.recovery.recovery import Recovery
 from nanguard.state.undo import Undo
 from nanguard.step.measurement import MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
+from nanguard.step.protocols import Responder
 from nanguard.step.readback import AsyncReadback
 
 
 class Late:
     """No sync at all on a healthy step."""
 
-    def __init__(self, parts: StepParts, recovery: Recovery) -> None:
+    def __init__(self, parts: StepParts, recovery: Responder) -> None:
         self._parts, self._recovery = parts, recovery
-        self._averages = Undo(parts.device)
-        if parts.ema is not None:
-            self._averages.watch_all(parts.ema)
-        self._readbacks = AsyncReadback(parts.device)
+        self._averages = Undo(parts.state.device)
+        if parts.state.ema is not None:
+            self._averages.watch_all(parts.state.ema)
+        self._readbacks = AsyncReadback(parts.state.device)
         self._in_flight: deque[PendingStep] = deque()
-        self.latch = torch.zeros((), dtype=torch.float32, device=parts.device)
+        self.latch = torch.zeros((), dtype=torch.float32, device=parts.state.device)
 
     def before(self) -> None:
         """Hears of the steps that are due, before the next one begins."""
@@ -75,7 +75,7 @@ class Late:
     def note(self, pending: PendingStep) -> None:
         parts = self._parts
         pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
-        pending.schedule = parts.schedule.note()
+        pending.schedule = parts.state.schedule.note()
         pending.num_states = parts.skippable.num_states()
         pending.training = [(module, module.training) for module in parts.modules]
 
@@ -105,7 +105,7 @@ class Late:
         parts = self._parts
         groups = parts.gather(pending)
         parts.measure(pending, groups)
-        latched_before = self.latch.clone() if parts.scaler is not None else None
+        latched_before = self.latch.clone() if parts.precision.scaler is not None else None
         skip = self._raise_latch_(pending)
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
@@ -117,8 +117,8 @@ class Late:
         parts.update_average()
         self._averages.undo_where_(skip)
         parts.clipper.remember_(skip)
-        if parts.scaler is not None:
-            parts.scaler.update_(skip, frozen=latched_before)
+        if parts.precision.scaler is not None:
+            parts.precision.scaler.update_(skip, frozen=latched_before)
         parts.skippable.end_step()
 
     def _step_carefully(self, pending: PendingStep, skip: Tensor) -> None:
@@ -132,14 +132,14 @@ class Late:
     def post(self, pending: PendingStep, values: Tensor) -> None:
         """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
         pending.readback = self._readbacks.post(values)
-        pending.lrs = self._parts.schedule.known_rates
+        pending.lrs = self._parts.state.schedule.known_rates
         self._in_flight.append(pending)
-        self._parts.schedule.tick()
+        self._parts.state.schedule.tick()
 
     def _raise_latch_(self, pending: PendingStep) -> Tensor:
         """Raises the latch where the step is bad; returns the flag by which to skip this one."""
         parts = self._parts
-        measurement, scaler = parts.measurement, parts.scaler
+        measurement, scaler = parts.measurement, parts.precision.scaler
         agreed = measurement.agree_()
         # A routine overflow in a loop of the user's own skips its step and no other, as a GradScaler would: what is in
         # flight behind it could not be run again. Optimizer state that the step makes must be taken back, though.
@@ -167,7 +167,7 @@ class Late:
             if answer is not None:
                 if answer.went_back:
                     self.drop_in_flight()
-                parts.journal.remember(answer.outcome(applied=True))
+                parts.journal.remember(answer)
             return
         overflow = Outcome(verdict=verdict, action=Action(response="back_off"), applied=False)
         if verdict.kind == "overflow":
@@ -180,16 +180,16 @@ class Late:
         if verdict.kind == "overflow":
             self._go_on(overflow, wake)
             return
-        with self._recovery.casebook.letting_interrupts_out():
+        with self._recovery.letting_interrupts_out():
             answer = self._recovery.answer(pending, verdict.reading)
             if answer.went_back:
-                parts.journal.record(answer.outcome(applied=False))
+                parts.journal.record(answer)
             else:
-                self._go_on(answer.outcome(applied=False), wake)
+                self._go_on(answer, wake)
 
     def _take_back_tick(self, pending: PendingStep) -> None:
         """The schedule as if this step had not advanced it and the ones in flight behind it had."""
-        schedule = self._parts.schedule
+        schedule = self._parts.state.schedule
         if schedule.is_ours and pending.schedule is not None:
             schedule.restore(pending.schedule)
             for later in self._in_flight:
@@ -201,8 +201,8 @@ class Late:
         parts, wake = self._parts, list(self._in_flight)
         self._in_flight.clear()
         parts.skippable.forget_states_after(pending.num_states)
-        if parts.schedule.is_ours and pending.schedule is not None:
-            parts.schedule.restore(pending.schedule)
+        if parts.state.schedule.is_ours and pending.schedule is not None:
+            parts.state.schedule.restore(pending.schedule)
         for undo, copies in pending.elsewhere:
             undo.put_back(copies)
         self.latch.zero_()
@@ -210,7 +210,7 @@ class Late:
 
     def _go_on(self, outcome: Outcome, wake: list[PendingStep]) -> None:
         """Records, and runs the wake again."""
-        goes_on = outcome.action.response != "halt" and not self._recovery.casebook.is_interrupted
+        goes_on = outcome.action.response != "halt" and not self._recovery.is_interrupted
         rerun = [each for each in wake if each.rerunnable] if goes_on else []
         self._parts.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))
         if rerun:
@@ -221,32 +221,32 @@ class Late:
     def _run_again(self, wake: list[PendingStep]) -> None:
         """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
         parts, waiting = self._parts, deque(wake)
-        rng, schedule = parts.rng_reader.now(), parts.schedule.note()
+        rng, schedule = parts.state.rng_reader.now(), parts.state.schedule.note()
         training = [(module, module.training) for module in parts.modules]
         try:
             while waiting:
                 self._run_one_again(waiting[0])
                 waiting.popleft()
         finally:
-            rng.restore(parts.device)
+            rng.restore(parts.state.device)
             _set_training(training)
-            if not parts.schedule.is_ours:
-                parts.schedule.restore(schedule)
-            parts.journal.counts.update(rerun=-len(waiting), lost=len(waiting))
+            if not parts.state.schedule.is_ours:
+                parts.state.schedule.restore(schedule)
+            parts.journal.lose_reruns(len(waiting))
 
     def _run_one_again(self, pending: PendingStep) -> None:
         parts = self._parts
-        if not parts.schedule.is_ours and pending.schedule is not None:
-            parts.schedule.restore(pending.schedule)
+        if not parts.state.schedule.is_ours and pending.schedule is not None:
+            parts.state.schedule.restore(pending.schedule)
         _set_training(pending.training)
         again = parts.pending = pending.afresh()
         self.note(again)
         parts.ranks.forget_()
         for micro in again.microbatches:
             if micro.rng is not None:
-                micro.rng.restore(parts.device)
+                micro.rng.restore(parts.state.device)
             enabled, dtype = micro.autocast
-            with torch.autocast(parts.device.type, dtype=dtype, enabled=enabled):
+            with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
                 loss, _ = parts.forward_backward(again, micro)
             micro.show(loss)
         again.show_mean()

@@ -1,7 +1,7 @@
-"""The workbench: the parts of a guarded step, and the stages both ways of guarding share.
+"""The parts of a guarded step, and the stages that both modes share: forward and backward, gather, measure, judge.
 
-Nothing here waits for the device. What follows the measurement depends on when the host may know of it: ``eager``
-asks before the optimizers step, ``late`` lets the device decide.
+Nothing here waits for the device. What follows the measurement depends on when the host learns of it: ``Eager`` asks
+before the optimizers step, ``Late`` lets the device decide.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from nanguard.errors import NonFiniteError
 from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
 from nanguard.records.steps import Found, Reading, Verdict
+from nanguard.source.frames import runs_user_code
 from nanguard.state.backup import Backup
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
-from nanguard.state.names import names_of, unwrapped
-from nanguard.state.rng import RngReader
-from nanguard.state.schedule import Schedule
+from nanguard.state.names import unwrapped
+from nanguard.state.training_state import TrainingState
 from nanguard.state.undo import Undo
 from nanguard.step.clipping import Clipper
 from nanguard.step.journal import Journal
@@ -33,7 +33,7 @@ from nanguard.step.measurement import Group, MeasuredValues, Measurement, ParamG
 from nanguard.step.microbatches import MicrobatchFilter
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.pending import Microbatch, PendingStep
-from nanguard.step.precision import Precision, Scaler
+from nanguard.step.precision import MixedPrecision
 from nanguard.step.ranks import Ranks
 
 log = logging.getLogger("nanguard")
@@ -43,31 +43,26 @@ _CAREFUL_STEPS = 1000
 
 @dataclass(slots=True)
 class StepParts:
-    """``scaler`` is there in fp16, ``salvage`` where bad micro-batches are dropped, ``window`` while a step is open.
+    """What a step works with.
 
-    ``num_steps`` have been made; ``is_captured`` where one is in a CUDA graph, which cannot be changed any more;
-    updates are looked at until ``careful_until`` steps have been made.
+    ``microbatch_filter`` is None unless bad micro-batches are dropped; ``pending`` is the open step. ``num_steps`` have
+    been made. ``is_captured``: a step is in a CUDA graph, which cannot be changed any more. Updates are checked until
+    ``careful_until`` steps have been made.
     """
 
-    model: nn.Module
-    device: torch.device
-    precision: Precision
+    state: TrainingState
+    precision: MixedPrecision
     policy: Policy
     skippable: SkippableOptimizers
-    schedule: Schedule
     clipper: Clipper
-    scaler: Scaler | None
     microbatch_filter: MicrobatchFilter | None
     param_groups: ParamGroups
     ranks: Ranks
     measurement: Measurement
     buffers: Undo
     last_forward: LastForward
-    ema: Any
     islands: Islands
-    rng_reader: RngReader
     journal: Journal
-    names: dict[int, str]
     modules: list[nn.Module]
     pending: PendingStep | None = None
     num_steps: int = 0
@@ -89,7 +84,7 @@ class StepParts:
     def looking_at_update(self) -> Iterator[list[bool]]:
         """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
         spoiled: list[bool] = []
-        backup = Backup(self.skippable.optimizers)
+        backup = Backup(self.state.optimizers)
         try:
             yield spoiled
             is_spoiled = self.ranks.any(backup.is_spoiled())
@@ -104,30 +99,36 @@ class StepParts:
     @property
     def drops_gradients(self) -> bool:
         """Whether single bad gradients are left out; not where they are scaled."""
-        return self.policy.drops_gradients and self.scaler is None
+        return self.policy.drops_gradients and self.precision.scaler is None
 
     def forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
-        ddp: Any = self.model
+        ddp: Any = self.state.model
         reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
         with self.leaving_no_trace(), reduction:
             self.begin_microbatch(pending)
-            with self.precision.autocast():
-                result = micro.loss_fn(self.model, micro.fresh_batch())
-            loss, *aux = result if isinstance(result, tuple) else (result,)
+            loss, aux = self.forward(micro)
             loss = self.backward(pending, loss)
+        return loss, aux
+
+    @runs_user_code
+    def forward(self, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """Calls the loss function in the precision of the run: the loss, and what else it returned."""
+        with self.precision.autocast():
+            result = micro.loss_fn(self.state.model, micro.fresh_batch())
+        loss, *aux = result if isinstance(result, tuple) else (result,)
         return loss, tuple(aux)
 
     def note_world(self, micro: Microbatch, step: int) -> None:
         """Before a forward pass that may have to be made again."""
-        kind = self.device.type
-        micro.rng = self.rng_reader.now(step)
+        kind = self.state.device.type
+        micro.rng = self.state.rng_reader.now(step)
         micro.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def look_back(self, micro: Microbatch) -> None:
         """After it: learns from which generators such passes draw."""
         if micro.rng is not None:
-            self.rng_reader.compare(micro.rng)
+            self.state.rng_reader.compare(micro.rng)
 
     def begin_microbatch(self, pending: PendingStep) -> None:
         """Before the forward pass, or each part of it."""
@@ -156,8 +157,7 @@ class StepParts:
         pending.losses.append(seen)
         self.last_forward.was_used([seen])
         pending.in_microbatch = False
-        mean = loss if pending.divisor == 1 else loss / pending.divisor
-        scaled = mean if self.scaler is None else self.scaler.scaled(mean)
+        scaled = self.precision.scaled(loss if pending.divisor == 1 else loss / pending.divisor)
         if self.microbatch_filter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
             return seen
@@ -165,15 +165,15 @@ class StepParts:
         self.microbatch_filter.set_aside(params)
         scaled.backward()  # type: ignore[no-untyped-call]
         # Scaled fp16 gradients may overflow by their scale alone: then the whole step backs off together.
-        pending.flags.append(self.microbatch_filter.join(params, seen, judge_gradients=self.scaler is None))
+        pending.flags.append(self.microbatch_filter.join(params, seen, judge_gradients=self.precision.scaler is None))
         return seen
 
     def gather(self, pending: PendingStep) -> list[Group]:
         """The gradients of a step, unscaled, and the mean over its micro-batches."""
         groups = self.param_groups.call()
         grads = [g for group in groups for g in group.grads]
-        if self.scaler is not None and grads:
-            self.scaler.unscale_(grads)
+        if self.precision.scaler is not None and grads:
+            self.precision.scaler.unscale_(grads)
         correction = pending.correction()
         if correction is not None and grads:
             scale_(grads, correction)
@@ -183,12 +183,13 @@ class StepParts:
         """Writes all that the step has to say onto the board."""
         self.measurement.fill_(
             loss=pending.mean_loss(),
-            scale=None if self.scaler is None else self.scaler.scale,
+            scale=None if self.precision.scaler is None else self.precision.scaler.scale,
             flags=pending.flags,
             buffers=self.buffers.peaks(),
             groups=groups,
         )
         pending.layout = self.measurement.layout
+        self.journal.observers.on_measured(pending.step, self.measurement.filled)
 
     def read(self, pending: PendingStep, reply: MeasuredValues) -> Reading:
         """A board as the host got it, in words."""
@@ -198,14 +199,16 @@ class StepParts:
             batch=pending.batch,
             loss=reply.loss if pending.knows_loss else math.nan,
             mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
-            norms=reply.norms if self.scaler is None else self.scaler.in_true_size(reply.norms, reply.scale),
+            norms=reply.norms
+            if self.precision.scaler is None
+            else self.precision.scaler.in_true_size(reply.norms, reply.scale),
             lrs=pending.lrs,
-            scale=None if self.scaler is None else reply.scale,
+            scale=None if self.precision.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
         )
         if reply.is_finite and self.ranks.all_clear(reply.votes):
             return reading
-        gradients, buffers = tuple(self.name(p) for p in reply.bad_params), reply.bad_buffers
+        gradients, buffers = tuple(self.state.name_of(p) for p in reply.bad_params), reply.bad_buffers
         if self.ranks.is_mixed and not gradients:  # the other ranks apply this step, so skipping it would part us
             return reading
         seen: dict[Found, bool] = {
@@ -223,27 +226,27 @@ class StepParts:
 
     def judge(self, reading: Reading) -> Verdict:
         """What the reading says by itself."""
-        floor = None if self.scaler is None else self.scaler.floor
+        floor = None if self.precision.scaler is None else self.precision.scaler.floor
         return judge(reading, scale_floor=floor, progress=self.journal.progress)
 
     def update_average(self) -> None:
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
+        if self.state.ema is not None:
+            self.state.ema.update_parameters(self.state.model)
 
     def look_again(self) -> None:
         """Takes in buffers and parameters that the model has got since."""
-        self.buffers.watch_buffers(unwrapped(self.model))
+        self.buffers.watch_buffers(unwrapped(self.state.model))
         if self.microbatch_filter is not None:
-            self.microbatch_filter.buffers.watch_buffers(unwrapped(self.model))
+            self.microbatch_filter.buffers.watch_buffers(unwrapped(self.state.model))
         self.last_forward.look_again()
-        self.param_groups.look_again(self.model)
-        self.names = names_of(self.model)
-        self.modules = list(self.model.modules())
+        self.param_groups.look_again(self.state.model)
+        self.state.look_again()
+        self.modules = list(self.state.model.modules())
 
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -271,11 +274,6 @@ class StepParts:
         self.last_forward.forget()
         self.skippable.end_step()
         self.pending = None
-
-    def name(self, param: Tensor) -> str:
-        if id(param) not in self.names:
-            self.names = names_of(self.model)
-        return self.names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
 
 
 def check_loss(loss: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,83 @@ class Precision:
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
+
+
+class MixedPrecision:
+    """The precision that the run is in now, with its loss scale: the one owner of both. Nothing here syncs.
+
+    ``scaler`` is None where the loss is not scaled.
+    """
+
+    def __init__(self, precision: Precision, scaler: Scaler | None) -> None:
+        self._current, self.scaler = precision, scaler
+        self._lower: tuple[Precision, Scaler | None] | None = None
+
+    @property
+    def name(self) -> str:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+        return self._current.name
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The autocast dtype; None in fp32."""
+        return self._current.dtype
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether ``raise_to_fp32`` is in force."""
+        return self._lower is not None
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """For the forward pass."""
+        return self._current.autocast()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as its backward pass needs it."""
+        return loss if self.scaler is None else self.scaler.scaled(loss)
+
+    def use_scaler(self, scaler: Scaler | None) -> None:
+        """From now on."""
+        self.scaler = scaler
+
+    def raise_to_fp32(self) -> None:
+        """Leaves autocast and loss scaling, until ``return_from_fp32``."""
+        self._lower = self._current, self.scaler
+        self._current, self.scaler = Precision.resolve("fp32", torch.device(self._current.device_type)), None
+
+    def return_from_fp32(self) -> None:
+        """Undoes ``raise_to_fp32``."""
+        assert self._lower is not None
+        (self._current, self.scaler), self._lower = self._lower, None
+
+    @contextlib.contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        """Autocast and loss scaling are off inside."""
+        before = self._current, self.scaler
+        self._current, self.scaler = Precision.resolve("fp32", torch.device(self._current.device_type)), None
+        try:
+            yield
+        finally:
+            self._current, self.scaler = before
+
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """The loss is not scaled inside."""
+        scaler, self.scaler = self.scaler, None
+        try:
+            yield
+        finally:
+            self.scaler = scaler
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The loss scale as it is on the device, for a snapshot."""
+        return {} if self.scaler is None else self.scaler.tensors()
+
+    def facts(self) -> None:
+        """Nothing but tensors."""
+
+    def restore(self, facts: Any) -> None:
+        """Nothing but tensors."""
 
 
 class Scaler:

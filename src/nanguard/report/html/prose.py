@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.markup import Child, tag
 from nanguard.records.panel import headline
-from nanguard.runlog.writer import plain
+from nanguard.records.plain import plain
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Fault, Figures, Story

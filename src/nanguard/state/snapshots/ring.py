@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,8 +21,6 @@ from nanguard.state.snapshots.copies import Copier, Copies, write_back
 from nanguard.state.snapshots.options import Snapshots
 from nanguard.state.snapshots.writer import DiskWriter
 from nanguard.state.training_state import Facts, TrainingState
-from nanguard.step.parts import StepParts
-from nanguard.step.pending import LAG
 
 log = logging.getLogger("nanguard")
 
@@ -35,22 +34,41 @@ class Snapshot:
     copies: Copies | None
 
 
+class Ranks(Protocol):
+    """The ranks that train together: they take and load the same snapshots."""
+
+    rank: int
+    size: int
+
+    def lowest(self, here: int) -> int:
+        """The smallest of all ranks' numbers."""
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+
+
 class SnapshotRing:
-    """Takes snapshots as steps are made, and keeps the good ones. Does not sync, but to go back."""
+    """Takes snapshots as steps are made, and keeps the good ones. Does not sync, but to go back.
+
+    ``lag`` steps pass before the host hears of one; ``is_calm`` says whether the loss is within its past.
+    """
 
     def __init__(
         self,
-        parts: StepParts,
+        state: TrainingState,
         data: Data,
         options: Snapshots,
         *,
+        ranks: Ranks,
+        lag: int,
+        is_calm: Callable[[], bool],
         folder: Path | None,
         run_facts: Callable[[], Facts],
         prepare: Callable[[Facts], None],
     ) -> None:
-        self._parts, self._data, self._options = parts, data, options
+        self._state, self._data, self._options = state, data, options
+        self._ranks, self._lag, self._is_calm = ranks, lag, is_calm
         self._run_facts, self._prepare = run_facts, prepare
-        self._state = TrainingState(parts)
         self._good: list[Snapshot] = []
         self._candidate: Snapshot | None = None
         self._spare: Copies | None = None
@@ -64,7 +82,7 @@ class SnapshotRing:
         if options.where == "disk":
             if folder is None:
                 raise ValueError("Snapshots(where='disk') needs a place to write to: give the guard a run_dir")
-            self._disk = DiskWriter(folder / f"rank-{parts.ranks.rank}" if parts.ranks.size > 1 else folder)
+            self._disk = DiskWriter(folder / f"rank-{ranks.rank}" if ranks.size > 1 else folder)
         if options.where != "auto":
             self._settle_place()
 
@@ -109,7 +127,7 @@ class SnapshotRing:
 
     def after_step(self, step: int) -> None:
         """``step`` steps have been made; takes a snapshot where one is due."""
-        if step >= self._next and self._candidate is None and not self._parts.journal.trend.beyond:
+        if step >= self._next and self._candidate is None and self._is_calm():
             self.take(step)
 
     def take_first(self) -> None:
@@ -117,7 +135,7 @@ class SnapshotRing:
 
         Not where the place is to be chosen by how much memory training leaves free, which nobody knows yet.
         """
-        on_cpu = self._parts.device.type == "cpu"
+        on_cpu = self._state.device.type == "cpu"
         if not self._good and self._candidate is None and (on_cpu or self._copier is not None):
             self.take(0)
             if self._candidate is not None:
@@ -134,7 +152,7 @@ class SnapshotRing:
             self._disk.catch_up()  # it reads from the memory that is to be written to
         into, self._spare = self._spare, None
         try:
-            copies = self._copier.take(self._state.tensors(), into, at_once=self._state.buffers())
+            copies = self._copier.take(self._state.tensors(), into, at_once=self._state.buffer_names())
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -150,7 +168,7 @@ class SnapshotRing:
         """Step number ``step`` is known to have been finite."""
         candidate = self._candidate
         is_due = candidate is not None and step >= candidate.step + self._options.confirm - 1
-        if is_due and not self._parts.journal.trend.beyond:
+        if is_due and self._is_calm():
             self._keep_candidate()
 
     def _keep_candidate(self) -> None:
@@ -159,7 +177,7 @@ class SnapshotRing:
         self._good.append(candidate)
         if self._disk is not None:
             # One rank may die with a snapshot confirmed that another has not: they then need the one before.
-            least = 2 if self._parts.ranks.size > 1 else 1
+            least = 2 if self._ranks.size > 1 else 1
             self._disk.confirm(candidate.step, keep=max(self._keep, least))
             self._spare, candidate.copies = candidate.copies, None
         if len(self._good) > self._keep:
@@ -177,7 +195,7 @@ class SnapshotRing:
             self._spare = candidate.copies
             if self._disk is not None:
                 self._disk.discard(candidate.step)
-        self._next = max(self._next, step + 1 + LAG)
+        self._next = max(self._next, step + 1 + self._lag)
 
     def choose(self, step: int, *, back: int, count: int) -> Snapshot | None:
         """The newest good one at least ``back`` steps before ``step``; the next older for each further ``count``."""
@@ -206,7 +224,7 @@ class SnapshotRing:
         if self._disk is None:
             raise ValueError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
         number = len(self._disk.steps())
-        fewest, most = self._parts.ranks.lowest(number), -self._parts.ranks.lowest(-number)
+        fewest, most = self._ranks.lowest(number), -self._ranks.lowest(-number)
         if fewest == 0 and most > 1:
             raise FileNotFoundError(
                 f"a rank has no snapshot any more that others have: there are {number} in {self._disk.folder}. Bring "
@@ -227,16 +245,16 @@ class SnapshotRing:
 
     def give_back(self) -> bool:
         """Training has run out of memory: drops the ring if it takes the same memory. True if it did."""
-        shares = self._copier is not None and (self._copier.where == "device" or self._parts.device.type == "cpu")
+        shares = self._copier is not None and (self._copier.where == "device" or self._state.device.type == "cpu")
         held = [each for each in (*self._good, self._candidate) if each is not None and each.copies is not None]
         if not shares or not (held or self._spare is not None):
             return False
-        self._go_without("training needs the memory that snapshots take", stays=self._parts.device.type == "cpu")
+        self._go_without("training needs the memory that snapshots take", stays=self._state.device.type == "cpu")
         return True
 
     def agree(self) -> None:
         """On a bad day: if one rank had no memory left for snapshots, none has any, and all decide by the same."""
-        if self._parts.ranks.any(self.is_over):
+        if self._ranks.any(self.is_over):
             self.give_up()
 
     def give_up(self) -> None:
@@ -249,7 +267,7 @@ class SnapshotRing:
             self._drop(self._spare)
         self._candidate = self._spare = None
         # What is on disk stays there to go back to, unless other ranks have more of it than this one.
-        self._good = self._good if self._disk is not None and self._parts.ranks.size == 1 else []
+        self._good = self._good if self._disk is not None and self._ranks.size == 1 else []
 
     def _drop(self, copies: Copies) -> None:
         if self._disk is not None:
@@ -258,8 +276,8 @@ class SnapshotRing:
 
     def _go_without(self, why: str, *, stays: bool = False) -> None:
         """Drops the ring. Where one rank alone cannot decide, and where host memory has run out, there is no other."""
-        on_gpu = self._copier is not None and self._copier.where == "device" and self._parts.device.type == "cuda"
-        moves = on_gpu and self._parts.ranks.size == 1
+        on_gpu = self._copier is not None and self._copier.where == "device" and self._state.device.type == "cuda"
+        moves = on_gpu and self._ranks.size == 1
         self.give_up()
         self.is_over = not (moves or stays)
         if moves:
@@ -274,7 +292,7 @@ class SnapshotRing:
 
     def _load(self, disk: DiskWriter, step: int | None) -> tuple[Facts, int]:
         """From disk, on all ranks the same step: one of them may have had to take an older one."""
-        ranks = self._parts.ranks
+        ranks = self._ranks
         while True:
             try:
                 stored, error = disk.load(step), None
@@ -301,8 +319,8 @@ class SnapshotRing:
 
     def _settle_place(self) -> bool:
         """Finds out where the ring goes, and logs how much memory it takes. False if there is no room."""
-        options, device = self._options, self._parts.device
-        each = memory.expected_state_bytes(self._parts.model, self._parts.skippable.optimizers, self._state.tensors())
+        options, device = self._options, self._state.device
+        each = memory.expected_state_bytes(self._state.model, self._state.optimizers, self._state.tensors())
         if self._where == "auto":
             self._keep = self._room_in_host_memory(each)
             if self._keep == 0:
@@ -332,6 +350,6 @@ class SnapshotRing:
 
     def _room_in_host_memory(self, each: int) -> int:
         """How many snapshots can be kept there, the same on all ranks."""
-        ranks = self._parts.ranks
-        free, sharers = memory.free_bytes("host", self._parts.device), memory.sharers_of_host(ranks.size)
+        ranks = self._ranks
+        free, sharers = memory.free_bytes("host", self._state.device), memory.sharers_of_host(ranks.size)
         return ranks.lowest(memory.ring_that_fits(each, keep=self._options.keep, free=free, sharers=sharers))

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.markup import Child, tag
 from nanguard.records.notebook import QUIET, box, table
 from nanguard.records.panel import headline
-
-if TYPE_CHECKING:
-    from nanguard.guard import Guard
-    from nanguard.records.diagnosis import Diagnosis
-    from nanguard.records.steps import Incident
+from nanguard.records.steps import Incident
 
 _MOST_INCIDENTS, _MOST_MODULES = 5, 8
 
 
-def guard_html(guard: Guard) -> str:
+def guard_html(
+    *, counts: Mapping[str, int], precision: str, in_fp32: Sequence[str], syncs: bool, incidents: Sequence[Incident]
+) -> str:
     """Counts, precision and the last incidents."""
-    told = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in guard.counts.items())
-    rows: list[tuple[str, Child]] = [("steps", told), ("precision", guard.precision)]
-    kept, incidents = guard.kept_fp32, guard.incidents
-    if kept:
-        more = len(kept) - _MOST_MODULES
-        rows.append(("in fp32", ", ".join(kept[:_MOST_MODULES]) + (f" and {more:,} more" if more > 0 else "")))
-    rows.append(("host hears", "a little later, no sync" if guard.sync == "late" else "at once, one sync a step"))
+    told = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items())
+    rows: list[tuple[str, Child]] = [("steps", told), ("precision", precision)]
+    if in_fp32:
+        more = len(in_fp32) - _MOST_MODULES
+        rows.append(("in fp32", ", ".join(in_fp32[:_MOST_MODULES]) + (f" and {more:,} more" if more > 0 else "")))
+    rows.append(("host hears", "at once, one sync a step" if syncs else "a little later, no sync"))
     rows.append(("incidents", _last(incidents) if incidents else "none"))
     return box("Guard", table(rows))
 

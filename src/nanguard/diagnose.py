@@ -92,6 +92,5 @@ def _parts(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossSca
         drop_bad_microbatches=False,
         ema=None,
         loss_scale=loss_scale,
-        run_dir=None,
         process_group=None,
     )

@@ -1,0 +1,95 @@
+"""What watches a run without taking part in it: the run log, the panels, loggers, a user's own callbacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from nanguard.records.steps import Incident, Outcome
+
+log = logging.getLogger("nanguard")
+
+
+class Observer:
+    """Subclass it and override the methods you need: ``Guard(..., observers=[MyObserver()])``.
+
+    Methods are called from the training loop, in the order of the list. They must not change the training state (draw
+    no random numbers either) and should be quick. What they are given is on the host, so looking at it does not sync;
+    only ``on_measured`` gets a tensor that may be on a GPU. If a method raises, the error is logged once and the
+    observer is dropped; the run goes on.
+    """
+
+    def on_open(self, step: int) -> None:
+        """Step number ``step`` begins. Nothing of it has been computed yet."""
+
+    def on_measured(self, step: int, values: Tensor) -> None:
+        """Loss, buffers and gradient norms of the step are in ``values``, on the device. Reading them syncs."""
+
+    def on_heard(self, outcome: Outcome) -> None:
+        """The host knows what became of a step: every step, applied or not, once."""
+
+    def on_incident(self, incident: Incident) -> None:
+        """A step had to be answered; its diagnosis is in it, if there is one."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """``guard.epoch`` begins an epoch."""
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Anything else worth noting: ``"run"`` (the run begins), ``"eased"``, ``"roll_back"``."""
+
+    def on_close(self, num_steps: int, counts: Mapping[str, int]) -> None:
+        """The run ends."""
+
+
+class Observers:
+    """Calls a list of observers at each point. One that raises is dropped."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = list(observers)
+        for observer in self._observers:
+            if not any(callable(getattr(observer, name, None)) for name in _METHODS):
+                raise ValueError(
+                    f"an observer needs at least one of the methods {', '.join(_METHODS)}, got {observer!r}"
+                )
+        self._sort()
+
+    def _sort(self) -> None:
+        self.on_open = self._calling("on_open")
+        self.on_measured = self._calling("on_measured")
+        self.on_heard = self._calling("on_heard")
+        self.on_incident = self._calling("on_incident")
+        self.on_epoch = self._calling("on_epoch")
+        self.on_event = self._calling("on_event")
+        self.on_close = self._calling("on_close")
+
+    def _calling(self, name: str) -> Callable[..., None]:
+        """One function that calls all observers that have something to do at this point."""
+        methods = [(each, method) for each in self._observers if (method := _overridden(each, name)) is not None]
+
+        def call(*args: Any) -> None:
+            for observer, method in methods:
+                try:
+                    method(*args)
+                except Exception:
+                    log.warning("%r failed in %s and is dropped: the run goes on", observer, name, exc_info=True)
+                    self._drop(observer)
+
+        return call
+
+    def _drop(self, observer: Observer) -> None:
+        self._observers = [each for each in self._observers if each is not observer]
+        self._sort()
+
+
+_METHODS = tuple(name for name in vars(Observer) if name.startswith("on_"))
+
+
+def _overridden(observer: Observer, name: str) -> Callable[..., None] | None:
+    """The method, None if it is absent or the empty one of ``Observer``: a step must not pay for it."""
+    if getattr(type(observer), name, None) is getattr(Observer, name):
+        return None
+    method = getattr(observer, name, None)
+    return method if callable(method) else None

@@ -1,0 +1,92 @@
+"""What the engine needs of others: someone who answers bad steps, and someone who follows steps to explain them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nanguard.records.steps import Outcome, Reading
+from nanguard.step.pending import PendingStep
+
+
+class Mode(Protocol):
+    """How a step is protected. ``Eager`` asks the host before the optimizers step, ``Late`` lets the device decide."""
+
+    def before(self) -> None:
+        """Processes the readings that are due, before the next step begins."""
+
+    def note(self, pending: PendingStep) -> None:
+        """Notes what the step may change, so that it can be put back."""
+
+    def finish(self, pending: PendingStep) -> None:
+        """Measures the step, and applies it or not."""
+
+    def settle(self) -> None:
+        """Processes all readings. Waits for the device."""
+
+    def is_verified(self) -> bool:
+        """Whether all that was applied is known to be finite. Does not wait."""
+
+    def drop_in_flight(self) -> None:
+        """The run is at another state now: readings that have not been processed count no more."""
+
+
+class StepTracer(Protocol):
+    """Follows a step in a loop of the user's own as it runs, if there is a reason to."""
+
+    def begin(self, batch: Any) -> None:
+        """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Around a part of the step."""
+
+    def before_backward(self, loss: Tensor) -> Any:
+        """What the graph of a bad loss still knows; None if the loss is fine, or looking would mean to wait."""
+
+    def after_backward(self, loss: Tensor) -> Any:
+        """What showed, while gradients are still there; None if the step was not traced."""
+
+
+class Responder(Protocol):
+    """Answers what the host has heard of a step. Called with the training state as the step found it."""
+
+    @property
+    def tracer(self) -> StepTracer: ...
+
+    def watch(self, pending: PendingStep, reading: Reading) -> Outcome | None:
+        """A healthy step. An outcome if the loss has diverged."""
+
+    def answer(self, pending: PendingStep, reading: Reading) -> Outcome:
+        """A step that was not finite, and did not change anything."""
+
+    def look(self, pending: PendingStep) -> Outcome | None:
+        """Between steps: an outcome if the state is damaged although every step was finite. Waits for the device."""
+
+    def back_off(self, step: int) -> None:
+        """A routine overflow of scaled fp16 gradients."""
+
+    def fence(self) -> None:
+        """Before the optimizers write: the device finishes reading what a snapshot copies. Does not sync."""
+
+    def ease(self, step: int, settle: Callable[[], None]) -> None:
+        """Takes back mitigations that are due; calls ``settle`` first if there are any."""
+
+    def give_memory_back(self) -> bool:
+        """Frees memory that is only a convenience. True if there was any."""
+
+    def letting_interrupts_out(self) -> contextlib.AbstractContextManager[None]:
+        """Raises an interrupt that came during an examination, once its outcome has been recorded."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C, or an exit, came during an examination."""
+
+    def prepare(self, facts: Mapping[str, Any]) -> None:
+        """Before a snapshot of another process is put back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,146 @@
+"""Puts a guarded run together from its packages: what ``Guard`` and the hosted step have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanguard import __version__
+from nanguard.diagnosis.scheduler import How
+from nanguard.incidents.bundle import Bundles
+from nanguard.policy.policy import Policy
+from nanguard.recovery.recovery import Recovery
+from nanguard.run_folder import RunFolder, as_seen
+from nanguard.runlog.observer import RunLogObserver
+from nanguard.state.data import Data
+from nanguard.state.snapshots.options import Snapshots
+from nanguard.state.snapshots.ring import SnapshotRing
+from nanguard.step.assembly import check_choice
+from nanguard.step.engine import StepEngine
+from nanguard.step.journal import Journal
+from nanguard.step.observers import Observer, Observers
+from nanguard.step.panels import PanelLogger
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import LAG
+
+log = logging.getLogger("nanguard")
+
+
+def make_journal(
+    run_dir: str | Path | RunFolder | None, *, is_first: bool, optimizer: str = "", observers: Iterable[Observer] = ()
+) -> Journal:
+    """With the run log and the panels on the first rank, and the user's observers on all."""
+    runlog = RunLogObserver(run_dir, optimizer=optimizer) if is_first and run_dir is not None else None
+    ours: list[Observer] = [] if runlog is None else [runlog]
+    if is_first:
+        ours.append(PanelLogger(lambda: None if runlog is None else runlog.path))
+    where = "guard.incidents" if runlog is None else ""
+    return Journal(
+        Observers([*ours, *observers]),
+        speaks=is_first,
+        where=lambda: where or f"nanguard explain {as_seen(Path(runlog.path).parent)}",  # type: ignore[union-attr]
+    )
+
+
+def make_engine(
+    parts: StepParts,
+    *,
+    sync: str,
+    accumulate: int,
+    snapshots: Snapshots | None,
+    diagnose: How,
+    capture: str,
+    run_dir: str | Path | RunFolder | None,
+    snapshot_dir: Path | None,
+) -> tuple[StepEngine, Recovery]:
+    """The engine of a run, and what answers bad steps in it."""
+    check_choice("diagnose", diagnose, ("auto", "full", "brief", "off"))
+    data = Data(parts.state.device, parts.state.rng_reader)
+    ring = None
+    if snapshots is not None:
+        ring = SnapshotRing(
+            parts.state,
+            data,
+            snapshots,
+            ranks=parts.ranks,
+            lag=LAG,
+            is_calm=lambda: not parts.journal.trend.beyond,
+            folder=snapshot_dir,
+            run_facts=lambda: engine.facts(),
+            prepare=lambda facts: recovery.prepare(facts),
+        )
+    recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
+    engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
+    return engine, recovery
+
+
+def _bundles(capture: Any, run_dir: str | Path | RunFolder | None, parts: StepParts) -> Bundles | None:
+    """Where bad steps are saved; None if nothing is to be written."""
+    check_choice("capture", capture, ("none", "meta", "batch", "full"))
+    if run_dir is None or capture == "none":
+        return None
+    ranks = parts.ranks
+    return Bundles(run_dir, capture, precision=parts.precision.name, rank=ranks.rank, world_size=ranks.size)
+
+
+def introduce(
+    parts: StepParts, *, asked_precision: str, sync: str, program: Mapping[str, Any] | None = None, joins: bool = False
+) -> None:
+    """Says once how the run is guarded, and what would make it better.
+
+    ``program`` is what runs it, where that is known; with ``joins`` the run has begun already, with other optimizers.
+    """
+    how = "no sync a step" if sync == "late" else "one sync a step"
+    name = parts.precision.name
+    log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, parts.state.device, how)
+    if parts.policy.drops_gradients and not parts.drops_gradients:
+        log.warning("DropBadGradients is ignored in fp16: a scaled overflow says nothing about one parameter")
+    slow = parts.skippable.not_fused()
+    if slow:
+        level = logging.INFO if parts.state.device.type == "cpu" else logging.WARNING
+        log.log(level, "%s is not fused, which costs one sync a step: pass fused=True to have none", " and ".join(slow))
+    parts.journal.note(
+        "optimizer" if joins else "run",
+        nanguard=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        host=platform.node(),
+        pid=os.getpid(),
+        device=str(parts.state.device),
+        precision=name,
+        sync=sync,
+        ranks=parts.ranks.size,
+        optimizers=[type(optimizer).__name__ for optimizer in parts.state.optimizers],
+        groups=_names_of_norms(parts),
+        policy=describe(parts.policy),
+        parameters=sum(p.numel() for p in parts.state.model.parameters()),
+        **(program or {}),
+    )
+
+
+def _names_of_norms(parts: StepParts) -> list[str]:
+    """One for each norm that is measured: a parameter group, or all of them together."""
+    if parts.clipper.together:
+        return ["all parameters"]
+    names = []
+    for place, optimizer in enumerate(parts.state.optimizers):
+        kind = type(optimizer).__name__
+        same = [type(other).__name__ for other in parts.state.optimizers].count(kind)
+        whose = f"{kind} {place}" if same > 1 else kind
+        for number, group in enumerate(optimizer.param_groups):
+            given = group.get("name")
+            names.append(given if isinstance(given, str) and given else f"{whose} group {number}")
+    return names if len(names) > 1 else ["all parameters"]
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """The policy in plain containers, each rung with its name."""
+    ladder = [{"rung": type(rung).__name__, **asdict(rung)} for rung in policy.ladder]
+    return {**asdict(policy), "ladder": ladder}
