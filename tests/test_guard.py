@@ -545,7 +545,7 @@ guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
         def broken(*_: Any, **__: Any) -> str:
             raise IndexError("a bug of ours")
 
-        monkeypatch.setattr("nanguard.step.journal.panel", broken)
+        monkeypatch.setattr("nanguard.step.panels.panel", broken)
         model, opt, guard = make_guard()
         for batch in poisoned(make_batches(3), 1):
             guard.step(loss_fn, batch)

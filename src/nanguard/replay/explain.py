@@ -17,7 +17,7 @@ from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.panel import panel
 from nanguard.records.printable import printable
 from nanguard.records.steps import Incident
-from nanguard.report.repeats import likeness
+from nanguard.runlog.repeats import likeness
 
 if TYPE_CHECKING:
     from nanguard.replay.rerun import Replayed

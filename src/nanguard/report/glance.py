@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.printable import printable
-from nanguard.report.repeats import likeness, refused_at_end
 from nanguard.runlog.reader import Event, IncidentRecord, Run, StepRecord
+from nanguard.runlog.repeats import likeness, refused_at_end
 
 State = Literal["running", "silent", "gone", "halted", "ended"]
 """``silent``: nothing was written for much longer than usual. ``gone``: and the process that wrote it is no more."""

@@ -36,7 +36,12 @@ class PanelLogger(Observer):
         if outcome.action.response != "halt":  # a halt says all this in its error
             row = self._in_a_row if self._in_a_row >= _A_ROW else 1
             level = logging.WARNING if self._in_a_row < _A_ROW or _is_round(self._in_a_row) else logging.INFO
-            log.log(level, "%s", panel(incident, self._path(), in_a_row=row))
+            try:
+                text = panel(incident, self._path(), in_a_row=row)
+            except Exception:  # one that cannot be described must not silence the next
+                log.exception("step %d: %s, which could not be described", incident.reading.step, outcome.action.response)
+            else:
+                log.log(level, "%s", text)
 
 
 def _are_alike(one: Outcome, next_one: Outcome) -> bool:

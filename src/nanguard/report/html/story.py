@@ -12,8 +12,8 @@ from nanguard.errors import BundleError
 from nanguard.incidents.reader import Bundle, load
 from nanguard.records.rebuild import built
 from nanguard.records.steps import Outcome
-from nanguard.report.repeats import Refused, likeness, refused_at_end
 from nanguard.runlog.reader import IncidentRecord
+from nanguard.runlog.repeats import Refused, likeness, refused_at_end
 
 if TYPE_CHECKING:
     from nanguard.runlog.reader import Event, Run
