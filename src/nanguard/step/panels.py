@@ -39,7 +39,8 @@ class PanelLogger(Observer):
             try:
                 text = panel(incident, self._path(), in_a_row=row)
             except Exception:  # one that cannot be described must not silence the next
-                log.exception("step %d: %s, which could not be described", incident.reading.step, outcome.action.response)
+                what = outcome.action.response
+                log.exception("step %d: %s, which could not be described", incident.reading.step, what)
             else:
                 log.log(level, "%s", text)
 
