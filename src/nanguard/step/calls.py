@@ -1,7 +1,7 @@
-"""What is noted of the model's calls in a loop of the user's own, so that they can be made again on a bad day.
+"""Records the calls of the model in the user's own loop, so that they can be made again after a bad step.
 
-References only: the inputs of the outermost module, random states, and the gradient that reached its output, where that
-is small. Nothing here waits for the device.
+Only references are kept: the inputs of the outermost module, random states, and the gradient that reached its output,
+if it is small. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _LARGEST_GRADIENT = 32 << 20
 class Call:
     """One call of the model, or of one ``module`` of several that train together.
 
-    ``gradients`` are those of its outputs, None where there was none or it is too large. ``place`` is the line of it.
-    Where it ``gave_nonfinite`` values the gradients say nothing more, in other conditions either.
+    ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its
+    line.
+    If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
     """
 
     args: tuple[Any, ...]
@@ -80,7 +81,7 @@ class _Given(torch.autograd.Function):
 class CallRecorder:
     """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
 
-    ``opens`` gives the list to write to, or None where calls are not to be noted now; ``note`` the random states.
+    ``opens`` gives the list to write to, or None if calls are not to be recorded now; ``note`` gives the random states.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class _Saver:
 
 
 def _cut_off(tree: Any) -> Any:
-    """With tensors that other modules have made as if they were given: their graph has been freed."""
+    """Detaches tensors that other modules have made: their graph has been freed."""
     if isinstance(tree, Tensor):
         return tree if tree.is_leaf else tree.detach().requires_grad_()
     if type(tree) is dict:

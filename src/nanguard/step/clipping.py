@@ -1,4 +1,4 @@
-"""How the guard clips: one choice, made when it is built."""
+"""How the guard clips gradients. Chosen once, when the guard is made."""
 
 from __future__ import annotations
 

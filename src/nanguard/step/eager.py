@@ -1,4 +1,4 @@
-"""Guarding with the host in the know: it reads every measurement before it lets the optimizers step."""
+"""The host reads every measurement before the optimizers step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanguard.step.protocols import Responder
 
 
 class Eager:
-    """One sync a step, where the device is not the CPU."""
+    """One sync a step; none on a CPU."""
 
     def __init__(self, parts: StepParts, recovery: Responder) -> None:
         self._parts, self._recovery = parts, recovery
@@ -27,12 +27,12 @@ class Eager:
         self._unwatched: deque[tuple[PendingStep, Reading]] = deque()
 
     def before(self) -> None:
-        """Looks at the trend of the loss as late as the other way of guarding does, so that both do the same."""
+        """Processes readings as late as ``Late`` does, so that both modes do the same."""
         while len(self._unwatched) >= LAG:
             self._watch()
 
     def settle(self) -> None:
-        """Not in the middle of a step, which going back would tear apart."""
+        """Processes all pending readings; not in the middle of a step, which a rollback would tear apart."""
         pending = self._parts.pending
         if pending is None or not pending.losses:
             self._catch_up()
@@ -59,9 +59,9 @@ class Eager:
             could = replace(verdict, means=Means(can_drop_gradients=True))
             action = parts.policy.decide(parts.journal.history, could)
         if action.response == "drop_gradients":
-            # Asked again by all ranks together, whatever each of them has dropped: their answers must not differ.
+            # All ranks measure again, whatever each of them has dropped: they must decide alike.
             _drop_gradients(groups, reply.bad_params)
-            groups = parts.param_groups.call()
+            groups = parts.param_groups.current()
             left = parts.read(pending, self._ask(pending, groups))
             verdict = parts.judge(replace(left, dropped_gradients=verdict.reading.gradients))
         if verdict.kind == "healthy":
@@ -106,11 +106,11 @@ class Eager:
                 parts.journal.record(self._recovery.answer(pending, verdict.reading))
 
     def _catch_up(self) -> bool:
-        """Looks at all there is; whether the run has gone back by it, and what came after counts no more."""
+        """Processes all pending readings. True if one triggered a rollback."""
         return any(iter(self._watch, None))
 
     def _watch(self) -> bool | None:
-        """Looks at the oldest reading there is, None where there is none."""
+        """Processes the oldest pending reading. True if it triggered a rollback, None if there is no reading."""
         if not self._unwatched:
             return None
         answer = self._recovery.watch(*self._unwatched.popleft())
@@ -122,16 +122,16 @@ class Eager:
         return answer.went_back
 
     def _ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues:
-        """Measures, and waits for the answer: the one sync."""
+        """Measures the step and waits for the values: the one sync."""
         self._parts.measure(pending, groups)
         self._parts.measurement.agree_()
         return MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())
 
 
 def _drop_gradients(groups: list[Group], bad: Sequence[nn.Parameter]) -> None:
-    """Leaves the bad gradients out, before any clipping: None, so that no momentum or decay moves the parameter.
+    """Sets bad gradients to None before clipping, so that no momentum or decay moves these parameters.
 
-    Where all are bad there is no step to save, and they stay.
+    If all gradients are bad there is no step to save, and they stay.
     """
     if len(bad) < sum(len(group.params) for group in groups):
         for param in bad:

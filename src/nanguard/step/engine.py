@@ -1,4 +1,10 @@
-"""Opens steps, has them computed, hands them to one of the two ways of guarding, and knows where the data are."""
+"""The engine of a guarded run. Each step goes through it from top to bottom:
+
+    open -> forward, backward -> measure -> agree -> protect -> (host) judge -> decide -> act -> record
+
+``open`` processes what the host has heard and notes what the step may change. ``Eager`` and ``Late`` do the rest of a
+step: they differ in when the host learns of it. The engine does not know who calls it: ``Guard``, or a hosted step.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +63,13 @@ class StepEngine:
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def on_one(self, loss_fn: LossFn, batch: Any) -> Any:
-        """A micro-batch; the last of a step finishes it."""
+        """Runs one micro-batch. The last one of a step finishes the step."""
         pending = self.parts.pending
         if pending is None or not pending.rerunnable:
             pending = self.open(rerunnable=True, divisor=self.accumulate)
-            self.parts.skippable.zero_grad()  # another loss, or another guard, may have left something
+            self.parts.skippable.zero_grad()  # another loss, or another guard, may have left gradients
         ends = len(pending.losses) + 1 == pending.divisor
-        # Where the loader has no length any batch may be the last one, so ranks then average after each.
+        # If the loader has no length, any batch may be the last one, so DDP averages after each.
         micro = self._microbatch(loss_fn, batch, is_last=ends or self._may_end_epoch)
         loss, aux = self._run(pending, micro)
         micro.shown = loss
@@ -72,7 +78,7 @@ class StepEngine:
         return (loss, *aux) if aux else loss
 
     def on_many(self, loss_fn: LossFn, batches: Sequence[Any]) -> Any:
-        """A whole step of several micro-batches."""
+        """Runs a whole step of several micro-batches."""
         if not batches or self.accumulate != 1:
             raise ValueError(
                 f"microbatches needs at least one batch and accumulate=1, got {len(batches)} batches and "
@@ -93,7 +99,7 @@ class StepEngine:
         return pending.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
 
     def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
-        """Begins a step: hears of what is due, then notes what the step may change."""
+        """Begins a step: processes the readings that are due, then notes what the step may change."""
         if not self.parts.is_capturing:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
@@ -117,7 +123,7 @@ class StepEngine:
 
     @contextlib.contextmanager
     def in_own_loop(self) -> Iterator[None]:
-        """Around the forward pass of a loop of the user's own: what the model is given is noted."""
+        """Wraps the forward pass of the user's own loop. Records what the model is given."""
         if self._records_calls:
             self._records_calls = False
             self._recorder.listen(self.parts.state.model)
@@ -125,7 +131,7 @@ class StepEngine:
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
-        """In a loop of the user's own."""
+        """Runs one backward pass of the user's own loop."""
         tracer = self.recovery.tracer
         if isinstance(loss, Tensor):
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
@@ -154,7 +160,7 @@ class StepEngine:
         self.parts.last_forward.mend_unused_()
         self.parts.last_forward.forget()
         self.parts.num_steps += 1
-        if self.data.is_going_back:  # the rest of a loop's body, of a batch that will come again
+        if self.data.is_going_back:  # the rest of the loop body of a batch that will come again
             self.parts.clear()
             self.parts.journal.lose(1)
             return
@@ -163,7 +169,7 @@ class StepEngine:
         self._after_step()
 
     def replay(self, graph: Any) -> None:
-        """A step that was captured before."""
+        """Replays a captured step."""
         if self.late is None or self._captured is None:
             raise ProtocolError("guard.replay() was called before a guarded step was captured in torch.cuda.graph()")
         layout, values = self._captured
@@ -181,7 +187,7 @@ class StepEngine:
             self.ring.take_first()
 
     def _after_step(self) -> None:
-        """Inside ``guard.epoch`` snapshots are taken between two batches, of which each may make several steps."""
+        """Takes a snapshot if one is due. Inside ``guard.epoch`` this happens between two batches instead."""
         if self.ring is not None and self.data.current is None:
             self.ring.after_step(self.parts.num_steps)
 
@@ -202,7 +208,7 @@ class StepEngine:
     # ---- memory that has run out ---------------------------------------------------------------------------------
 
     def _forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        """If memory runs out, it gets back what is held for recovery, and the step is run again, once."""
+        """Runs one micro-batch. If memory runs out, frees what is held for recovery and runs the step again, once."""
         try:
             return self.parts.forward_backward(pending, micro)
         except torch.OutOfMemoryError:
@@ -216,12 +222,12 @@ class StepEngine:
         return self._from_its_beginning(pending, micro)
 
     def _can_run_alone(self, micro: Microbatch) -> bool:
-        """Not if other ranks have gone on, if DDP waits for the rest of a backward pass, or in a CUDA graph."""
+        """Whether the step can be run again here: not with several ranks, under DDP, or in a CUDA graph."""
         ddp = isinstance(self.parts.state.model, DistributedDataParallel)
         return micro.rng is not None and self.parts.ranks.size == 1 and not ddp
 
     def _from_its_beginning(self, pending: PendingStep, last: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        """All micro-batches of a step that was cleared, in the world each had: gradients may hold half of the last."""
+        """Runs all micro-batches of a step again, each with the random state and autocast mode that it had."""
         parts = self.parts
         for module, training in pending.training:
             module.training = training
@@ -242,7 +248,7 @@ class StepEngine:
 
     @contextlib.contextmanager
     def _giving_memory_back(self) -> Iterator[None]:
-        """Around what cannot be run again here: the program may catch the error, and try again with more memory."""
+        """Frees our memory if the block runs out of it, and raises the error: the program may try again."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -253,7 +259,7 @@ class StepEngine:
 
     @property
     def _position(self) -> int | None:
-        """Of the batch at hand; None outside ``guard.epoch``."""
+        """The position of the current batch in its epoch; None outside ``guard.epoch``."""
         return None if self.data.current is None else self.data.current.position - 1
 
     @property
@@ -267,7 +273,7 @@ class StepEngine:
         if self.data.current is not None:  # the last epoch was left early
             self.data.abandon()
             self.parts.state.schedule.tick_epoch()
-        if self.ring is None:  # nobody will ever go back to an earlier pass
+        if self.ring is None:  # the run never goes back to an earlier pass
             self.data.passes.clear()
         self.num_epochs += 1
         self._left_early = False
@@ -308,7 +314,7 @@ class StepEngine:
         return goes_on
 
     def _look_at_what_is_left(self) -> None:
-        """What an optimizer has made of finite gradients shows in the next step; after the last there is none."""
+        """Checks the state after the last step: a bad update of finite gradients shows only in the next step."""
         answer = self.recovery.look(PendingStep(self.parts.num_steps, self.num_epochs, self._position, False, 1))
         if answer is not None:
             self.mode.drop_in_flight()
@@ -320,12 +326,12 @@ class StepEngine:
         self.mode.settle()
 
     def ask_the_host(self) -> None:
-        """Before each step, from now on."""
+        """From now on the host decides before each step."""
         self.settle()
         self.late, self.mode = None, Eager(self.parts, self.recovery)
 
     def _follow(self) -> None:
-        """The data take the way back that was chosen, and the number of the epoch goes with them."""
+        """Moves the data to where a rollback has put them, and takes the epoch number from there."""
         self.data.settle()
         if self.data.current is not None:
             self.num_epochs = self.data.current.number
@@ -333,7 +339,7 @@ class StepEngine:
     # ---- to be saved ---------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What another process needs besides the snapshot itself, in plain numbers. Does not sync."""
+        """What another process needs to go on, besides the snapshot itself, as JSON can hold it. Does not sync."""
         return {
             "num_steps": self.parts.num_steps,
             "num_epochs": self.num_epochs,
@@ -343,7 +349,7 @@ class StepEngine:
         }
 
     def resume(self) -> int | None:
-        """From the newest snapshot on disk; how many steps had been made."""
+        """Goes on from the newest snapshot on disk. Returns the number of steps made by then."""
         if self.ring is None:
             raise ProtocolError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
         facts = self.ring.resume()

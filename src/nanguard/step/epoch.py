@@ -1,4 +1,4 @@
-"""What ``guard.epoch`` gives: one pass over the data, or more where the run goes back."""
+"""What ``guard.epoch`` returns: one pass over the data, or more if the run goes back."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Course(Protocol):
     def begin_epoch(self, loader: Iterable[object]) -> int: ...
 
     def hear(self) -> None:
-        """Between two batches: what is due of the steps before; the run may go back."""
+        """Between two batches: processes readings that are due. The run may go back."""
 
     def end_epoch(self) -> bool:
-        """After the last batch of a pass; whether another one follows."""
+        """After the last batch of a pass. True if another pass follows."""
 
     def leave_epoch(self, number: int) -> None:
         """The loop was left before the end."""
 
 
 class Epoch(Generic[T]):
-    """Iterates over a loader and tells the guard where it is. Has a length where the loader has one."""
+    """Iterates over a loader and tells the guard where it is. Has a length if the loader has one."""
 
     def __init__(self, loader: Iterable[T], course: Course) -> None:
         self._loader = loader

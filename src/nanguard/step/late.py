@@ -1,13 +1,13 @@
-"""Guarding with the host told later: the device decides by the latch, and nothing waits for it.
+"""The device decides by the latch, and the host learns later: nothing waits.
 
-A bad step raises the latch, every optimizer step reads it, and only the host takes it down again. Until then all
-later steps change nothing either, so the host finds the world exactly as the bad batch found it. The steps in between,
-the wake, are then run again; the run is bit for bit the one that asks at every step. In a loop of the user's own they
-cannot be run again and count as lost.
+The latch is a flag on the device. A bad step raises it, every optimizer step reads it, and only the host clears it. As
+long as it is up, later steps change nothing either, so the host finds the training state exactly as the bad batch found
+it. The steps in between are the wake: they are run again, and the run equals, bit for bit, one that asks the host at
+every step. In a user's own loop they cannot be run again and count as lost.
 
-The host looks at a step's reading when the second step after it begins. That moment is fixed, not "when the copy
-happens to be there", so that all ranks learn at the same point and a run can be repeated. By then the copy has long
-arrived, or the device has a full step of work queued: waiting for it leaves no gap.
+The host processes the reading of a step when the second step after it begins. That moment is fixed, so that all ranks
+learn at the same point and a run can be repeated. By then the copy has arrived, or the device has a full step of work
+queued, so waiting for the copy leaves no gap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanguard.step.readback import AsyncReadback
 
 
 class Late:
-    """No sync at all on a healthy step."""
+    """A healthy step never syncs."""
 
     def __init__(self, parts: StepParts, recovery: Responder) -> None:
         self._parts, self._recovery = parts, recovery
@@ -41,7 +41,7 @@ class Late:
         self.latch = torch.zeros((), dtype=torch.float32, device=parts.state.device)
 
     def before(self) -> None:
-        """Hears of the steps that are due, before the next one begins."""
+        """Processes the readings that are due, before the next step begins."""
         while len(self._in_flight) >= LAG:
             self._hear()
 
@@ -53,7 +53,7 @@ class Late:
                 "before its update: steps in flight may have to run again first. Call it between steps"
             )
         if self._in_flight:
-            self._parts.pending = None  # one that has only begun begins anew
+            self._parts.pending = None  # a step that has only begun begins again
         while self._in_flight:
             self._hear()
 
@@ -62,13 +62,13 @@ class Late:
         return not self._in_flight
 
     def is_verified(self) -> bool:
-        """Whether all that was done is known to be finite, as far as the host can tell without waiting."""
+        """Whether all steps so far are known to be finite. Does not wait."""
         return all(
             pending.readback is not None and pending.readback.has_arrived() for pending in self._in_flight
         ) and not any(map(self._holds_latch, self._in_flight))
 
     def drop_in_flight(self) -> None:
-        """The run goes back: what is under way counts no more."""
+        """The run is at another state now: the steps in flight count no more."""
         self._in_flight.clear()
         self.latch.zero_()
 
@@ -83,7 +83,7 @@ class Late:
         try:
             self.protect(pending)
         except BaseException:
-            # No reading of this step will ever arrive to take down a latch that it has raised.
+            # No reading of this step will arrive to clear a latch that it has raised.
             self._averages.undo_()
             self.latch.fill_(float(any(map(self._holds_latch, self._in_flight))))
             raise
@@ -101,7 +101,7 @@ class Late:
         return self._parts.judge(reading)
 
     def protect(self, pending: PendingStep) -> None:
-        """Everything on the device: measure, agree, latch, clip, step, put back what must not have changed."""
+        """The part of a step on the device: measure, agree, latch, clip, step, put back what must not change."""
         parts = self._parts
         groups = parts.gather(pending)
         parts.measure(pending, groups)
@@ -130,19 +130,19 @@ class Late:
             self.latch.fill_(1.0)
 
     def post(self, pending: PendingStep, values: Tensor) -> None:
-        """Sends the reading on its way, and takes the step for applied until the host has heard of it."""
+        """Starts the copy to the host. The step counts as applied until the host has read it."""
         pending.readback = self._readbacks.post(values)
         pending.lrs = self._parts.state.schedule.known_rates
         self._in_flight.append(pending)
         self._parts.state.schedule.tick()
 
     def _raise_latch_(self, pending: PendingStep) -> Tensor:
-        """Raises the latch where the step is bad; returns the flag by which to skip this one."""
+        """Raises the latch if the step is bad. Returns the flag that says whether to skip this step."""
         parts = self._parts
         measurement, scaler = parts.measurement, parts.precision.scaler
         agreed = measurement.agree_()
-        # A routine overflow in a loop of the user's own skips its step and no other, as a GradScaler would: what is in
-        # flight behind it could not be run again. Optimizer state that the step makes must be taken back, though.
+        # A routine overflow in the user's own loop skips its own step only, as a GradScaler does: what is in
+        # flight behind it could not be run again. But optimizer state that the step makes must be removed.
         pending.latches = pending.rerunnable or scaler is None or agreed is not None or parts.skippable.lacks_state()
         if agreed is not None:
             torch.maximum(self.latch, agreed, out=self.latch)
@@ -157,7 +157,7 @@ class Late:
         return skip
 
     def _hear(self) -> None:
-        """Looks at the oldest reading in flight, waits for it if need be, and acts on it."""
+        """Processes the oldest reading in flight; waits for it if it has not arrived."""
         parts, pending = self._parts, self._in_flight.popleft()
         assert pending.readback is not None
         verdict = self._judge(pending, pending.readback.read())
@@ -188,7 +188,7 @@ class Late:
                 self._go_on(answer, wake)
 
     def _take_back_tick(self, pending: PendingStep) -> None:
-        """The schedule as if this step had not advanced it and the ones in flight behind it had."""
+        """Corrects the schedule: this step did not advance it, and the steps in flight behind it did."""
         schedule = self._parts.state.schedule
         if schedule.is_ours and pending.schedule is not None:
             schedule.restore(pending.schedule)
@@ -197,7 +197,7 @@ class Late:
                 schedule.tick()
 
     def _put_back(self, pending: PendingStep) -> list[PendingStep]:
-        """Puts back what only the host can, and takes the latch down; returns the wake."""
+        """Puts back what only the host can put back, and clears the latch. Returns the wake."""
         parts, wake = self._parts, list(self._in_flight)
         self._in_flight.clear()
         parts.skippable.forget_states_after(pending.num_states)
@@ -209,7 +209,7 @@ class Late:
         return wake
 
     def _go_on(self, outcome: Outcome, wake: list[PendingStep]) -> None:
-        """Records, and runs the wake again."""
+        """Records the outcome and runs the wake again."""
         goes_on = outcome.action.response != "halt" and not self._recovery.is_interrupted
         rerun = [each for each in wake if each.rerunnable] if goes_on else []
         self._parts.journal.record(replace(outcome, rerun=len(rerun), lost=len(wake) - len(rerun)))
@@ -219,7 +219,7 @@ class Late:
     @torch.inference_mode(False)
     @torch.enable_grad()
     def _run_again(self, wake: list[PendingStep]) -> None:
-        """The steps of the wake, in order, each in the world it had; afterwards the world is as it was."""
+        """Runs the steps of the wake in order, each with the random state, schedule and modes that it had."""
         parts, waiting = self._parts, deque(wake)
         rng, schedule = parts.state.rng_reader.now(), parts.state.schedule.note()
         training = [(module, module.training) for module in parts.modules]

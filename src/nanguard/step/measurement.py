@@ -1,9 +1,9 @@
-"""The board: one float64 vector on the device that holds all that a step has to say, copied to the host in one piece.
+"""The measurement of a step: one float64 vector on the device, copied to the host in one piece.
 
     scale | votes of the ranks | flags of micro-batches | loss | buffers | gradients
 
-From the loss on, each entry is finite exactly when its tensor is: the step is sound when all of them are. Kernels write
-straight into their places.
+From the loss on, an entry is finite if and only if its tensor is. The step is sound if all entries are finite. Kernels
+write straight into their places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanguard.step.ranks import Ranks
 
 
 class Group:
-    """Parameters that have a gradient and share one norm, with these gradients."""
+    """Parameters that have a gradient and share one norm, and their gradients."""
 
     __slots__ = ("alike", "grads", "params")
 
@@ -35,7 +35,7 @@ class Group:
             self._resolve()
 
     def _resolve(self) -> None:
-        """Carries out conjugations that torch has put off: gradients are to be written to."""
+        """Resolves lazy conjugation: gradients are written to later."""
         for place, param in enumerate(self.params):
             if self.grads[place].is_conj():
                 param.grad = self.grads[place] = self.grads[place].resolve_conj()
@@ -52,8 +52,8 @@ class ParamGroups:
     def look_again(self, model: nn.Module) -> None:
         self._order = {id(p): place for place, p in enumerate(model.parameters())}
 
-    def call(self) -> list[Group]:
-        """The groups as they are now; parameters may be frozen, unused or added while training goes on."""
+    def current(self) -> list[Group]:
+        """The groups as they are now: parameters may be frozen, unused or added during training."""
         groups: Iterable[list[nn.Parameter]] = self._skippable.groups()
         if self._together:
             # torch sums in the order of model.parameters(), and rounding depends on the order.
@@ -64,7 +64,7 @@ class ParamGroups:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementLayout:
-    """What stands where on a filled board, and whose it is."""
+    """Which entry of a measurement belongs to what."""
 
     votes: int
     flags: int
@@ -74,7 +74,7 @@ class MeasurementLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the parts, in the order in which they stand."""
+        """The sizes of the parts, in order."""
         return [1, self.votes, self.flags, 1, len(self.buffers), *self.groups]
 
     @property
@@ -90,7 +90,7 @@ EMPTY_LAYOUT = MeasurementLayout(0, 0, [], (), ())
 
 
 class _Views:
-    """Views of the parts of a board, kept as long as their sizes stay: each view costs the host as much as a kernel."""
+    """Views of the parts of a measurement. Kept while their sizes stay: a view costs the host as much as a kernel."""
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes
@@ -154,19 +154,19 @@ class Measurement:
 
     @property
     def norms(self) -> Tensor:
-        """Of the gradients of each group."""
+        """The norm of the gradients of each group."""
         return self._sheet.norms
 
     def raise_flag_(self, flag: Tensor) -> None:
-        """Sets the 0-dim ``flag`` to 1 where loss, buffers or gradients are non-finite."""
+        """Sets the 0-dim ``flag`` to 1 if loss, buffers or gradients are non-finite."""
         raise_flag_(flag, self._sheet.measured, self._one)
 
     def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
-        """Sets the 0-dim ``flag`` to 1 where loss or buffers are non-finite."""
+        """Sets the 0-dim ``flag`` to 1 if loss or buffers are non-finite."""
         raise_flag_(flag, self._sheet.but_gradients, self._one)
 
     def agree_(self) -> Tensor | None:
-        """1 where any rank saw something non-finite, else 0; None where there is only one rank."""
+        """1 if any rank saw something non-finite, else 0; None if there is only one rank."""
         if not self._ranks.votes:
             return None
         sheet = self._sheet
@@ -177,7 +177,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredValues:
-    """A board as the host got it."""
+    """A measurement as the host got it."""
 
     layout: MeasurementLayout
     values: list[float]
@@ -188,7 +188,7 @@ class MeasuredValues:
 
     @property
     def is_finite(self) -> bool:
-        """Of this rank."""
+        """Whether everything on this rank is finite."""
         return all(map(math.isfinite, self.values[self.layout.loss_at :]))
 
     @property
@@ -201,7 +201,7 @@ class MeasuredValues:
 
     @property
     def norms(self) -> tuple[float, ...]:
-        """Of each group, from the norms of its gradients."""
+        """The norm of each group, from the norms of its gradients."""
         norms, start = [], self.layout.params_at
         for size in self.layout.groups:
             norms.append(math.hypot(*self.values[start : start + size]))
@@ -210,7 +210,7 @@ class MeasuredValues:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Places of the micro-batches that were left out."""
+        """Positions of the micro-batches that were left out."""
         start = 1 + self.layout.votes
         return tuple(i for i, flag in enumerate(self.values[start : start + self.layout.flags]) if flag)
 

@@ -1,4 +1,4 @@
-"""Dropping a bad micro-batch and keeping the rest of the step."""
+"""Drops a bad micro-batch and keeps the rest of the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanguard.state.undo import Undo
 class MicrobatchFilter:
     """Keeps the sum of good gradients apart while a micro-batch runs: a NaN cannot be taken out of it again.
 
-    Buffers that a dropped micro-batch wrote to are put back too. Does not sync, but where only the host can do that.
+    Buffers that a dropped micro-batch wrote to are put back too. Syncs only if the host has to do that.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -25,13 +25,13 @@ class MicrobatchFilter:
         self.buffers.watch_buffers(model)
 
     def set_aside(self, params: Sequence[nn.Parameter]) -> None:
-        """Before backward: takes the gradients gathered so far out of the way."""
+        """Before backward: sets the gradients so far aside."""
         self._aside = [(p, p.grad) for p in params if p.grad is not None]
         for param, _ in self._aside:
             param.grad = None
 
     def join(self, params: Sequence[nn.Parameter], loss: Tensor, *, judge_gradients: bool) -> Tensor:
-        """After backward: adds what it brought, or nothing where that is non-finite; returns this flag."""
+        """After backward: adds the new gradients, or nothing if they are non-finite. Returns that flag."""
         for param in params:
             if param.grad is not None and param.grad.is_conj():
                 param.grad = param.grad.resolve_conj()

@@ -170,7 +170,7 @@ class StepParts:
 
     def gather(self, pending: PendingStep) -> list[Group]:
         """The gradients of a step, unscaled, and the mean over its micro-batches."""
-        groups = self.param_groups.call()
+        groups = self.param_groups.current()
         grads = [g for group in groups for g in group.grads]
         if self.precision.scaler is not None and grads:
             self.precision.scaler.unscale_(grads)

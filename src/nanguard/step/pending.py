@@ -1,4 +1,4 @@
-"""A step in the making: what was noted when it began, and the micro-batches gathered so far."""
+"""A step that is not finished: what was noted when it began, and its micro-batches so far."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LAG = 2
 
 @dataclass(slots=True)
 class Microbatch:
-    """One call of the loss function, with all that is needed to make it again.
+    """One call of the loss function, with all that is needed to call it again.
 
-    A dict or list is passed on as a copy, since loss functions take things out of them. ``shown`` is the loss that the
-    user was given: when the step runs again it gets the new value.
+    A dict or list is passed on as a copy, since loss functions may remove items. ``shown`` is the loss that the user
+    was given: if the step runs again, it is set to the new value.
     """
 
     loss_fn: LossFn
@@ -50,7 +50,7 @@ class Microbatch:
 
 @dataclass(slots=True)
 class PendingStep:
-    """One optimizer step, from the first note to the reading on its way to the host.
+    """One optimizer step, from its beginning until the host has processed its reading.
 
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
@@ -88,7 +88,7 @@ class PendingStep:
 
     @property
     def batches(self) -> list[Any]:
-        """The data of the step, as far as they were seen."""
+        """The batches of the step, as far as they are known."""
         return [micro.batch for micro in self.microbatches] or [self.last_seen]
 
     def afresh(self) -> PendingStep:
@@ -100,7 +100,7 @@ class PendingStep:
             self.shown.copy_(self.mean_loss())
 
     def mean_loss(self) -> Tensor:
-        """Over the micro-batches that were kept; NaN where none was. Does not sync."""
+        """The mean over the micro-batches that were kept; NaN if none was. Does not sync."""
         if len(self.losses) == 1 and not self.flags:
             return self.losses[0]
         losses = torch.stack([loss.double() for loss in self.losses])
@@ -110,9 +110,9 @@ class PendingStep:
         return torch.where(dropped != 0, 0.0, losses).sum() / (1 - dropped).sum()
 
     def correction(self) -> Tensor | None:
-        """What turns the sum of gradients into their mean over the kept micro-batches; None where it is that already.
+        """The factor that makes the sum of gradients the mean over the kept micro-batches; None if it is 1.
 
-        In a loop of the user's own only what was dropped is made up for: how often to call backward is theirs to say.
+        In the user's own loop it only makes up for what was dropped: how often to call backward is up to the user.
         """
         gathered = len(self.losses)
         expected = self.divisor if self.rerunnable else gathered

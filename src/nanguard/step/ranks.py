@@ -1,4 +1,4 @@
-"""The one reduction between ranks: all of them decide alike, and each knows who saw what.
+"""The one reduction between ranks. All ranks decide alike, and each knows which rank saw what.
 
 Every rank fills its own row of a small table: flags for non-finite loss, gradients, buffers, and the loss itself. The
 maximum over ranks is then the whole table on all of them, and it alone decides. Under DDP a NaN gradient spreads to
@@ -27,7 +27,7 @@ _LOSS, _GRADIENTS, _BUFFERS, _OWN, _VALUE, _COLUMNS = 0, 1, 2, 3, 4, 5
 
 
 class Ranks:
-    """The ranks that train together; a table with no rows where there is only one. Nothing here syncs.
+    """The ranks that train together; the table has no rows if there is only one. Nothing here syncs.
 
     (On gloo the reduction itself waits for the other ranks, as every gloo collective does.)
     """
@@ -74,7 +74,7 @@ class Ranks:
 
     @staticmethod
     def decision(votes: Tensor) -> Tensor:
-        """1 where any rank has anything non-finite, else 0. Gradients that no guarded optimizer owns do not count."""
+        """1 if any rank has anything non-finite, else 0. Gradients that no guarded optimizer owns do not count."""
         return votes.view(-1, _COLUMNS)[:, :_OWN].amax()
 
     def found(self, votes: Sequence[float]) -> tuple[Found, ...]:
@@ -83,7 +83,7 @@ class Ranks:
         return tuple(name for name, column in columns if any(votes[column::_COLUMNS]))
 
     def mean_loss(self, votes: Sequence[float]) -> float:
-        """Over all ranks; meaningless where one is non-finite, which the flags say."""
+        """The mean over all ranks; meaningless if one is non-finite, which the flags say."""
         return sum(votes[_VALUE::_COLUMNS]) / self.size
 
     def all_clear(self, votes: Sequence[float]) -> bool:
@@ -99,7 +99,7 @@ class Ranks:
         return float(number) / self.size
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank. Waits for all of them."""
+        """Whether ``here`` is True on any rank. Waits for all of them."""
         return self.lowest(-int(here)) < 0
 
     def lowest(self, here: int) -> int:
@@ -126,7 +126,7 @@ class Ranks:
         return source, bytes(letters.tolist()).decode()
 
     def culprits(self, votes: Sequence[float]) -> tuple[Flags, ...]:
-        """The ranks that saw something non-finite of their own."""
+        """The ranks that saw something non-finite before gradients were averaged."""
         rows = [votes[i : i + _COLUMNS] for i in range(0, len(votes), _COLUMNS)]
         return tuple(
             Flags(rank=rank, loss=bool(row[_LOSS]), gradients=bool(row[_OWN]), buffers=bool(row[_BUFFERS]))
@@ -135,7 +135,7 @@ class Ranks:
         )
 
     def forget_(self) -> None:
-        """Before a step: what a backward pass outside any step has left does not count."""
+        """Before a step: forgets what a backward pass outside any step has left."""
         if self._sees_own:
             self._own.zero_()
 

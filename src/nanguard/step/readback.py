@@ -1,4 +1,4 @@
-"""How a reading gets to the host without a sync: a copy into pinned memory, and an event that says it has arrived."""
+"""Copies a measurement to the host without a sync: into pinned memory, with an event that says when it has arrived."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class PendingCopy:
     pool: list[PendingCopy]
 
     def has_arrived(self) -> bool:
-        """Without waiting."""
+        """Whether the copy has arrived. Does not wait."""
         return self.arrived is None or bool(self.arrived.query())
 
     def values(self) -> list[float]:
-        """What was sent; waits for this copy, not for the device's later work."""
+        """The values. Waits for this copy, not for later work of the device."""
         if self.arrived is not None:
             self.arrived.synchronize()
         values: list[float] = self.copy.tolist()
         return values
 
     def read(self) -> list[float]:
-        """``values``, for the last time: the memory is used again."""
+        """The values, for the last time: the memory is reused."""
         values = self.values()
         self.pool.append(self)
         return values
 
 
 class AsyncReadback:
-    """Posts readings from the device, reusing pinned memory."""
+    """Starts copies from the device. Pinned memory is reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
