@@ -1,14 +1,14 @@
 """What nanguard raises.
 
     NanguardError
-    ├── NonFiniteError    the policy ran out of patience: training halts, nothing is corrupted
-    ├── ProtocolError     the guard's calls came in an order that makes no sense
-    ├── BundleError       a folder is no incident that nanguard wrote, or not all of one
-    ├── RunLogError       a file is no run log that nanguard wrote, or cannot be read
-    ├── LaunchError       a program that nanguard is to run cannot be found
-    ├── ReplayError       a step that was kept could not be run again
+    ├── NonFiniteError    the policy says to halt; nothing is corrupted
+    ├── ProtocolError     calls came in the wrong order
+    ├── BundleError       a folder is not an incident written by nanguard, or is incomplete
+    ├── RunLogError       a file is not a run log written by nanguard, or cannot be read
+    ├── LaunchError       the program to run cannot be found
+    ├── ReplayError       a saved step could not be run again
     ├── ReportError       a report could not be made or written
-    └── ScriptError       a program could not be read, to look at it
+    └── ScriptError       a program could not be read or parsed
 
 A bad argument is a plain ``ValueError`` that names the value and what is accepted.
 """

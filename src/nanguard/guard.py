@@ -1,4 +1,4 @@
-"""The guard: what a user calls. It opens a step, has it computed, and hands it to one of two ways of guarding."""
+"""The guard: what a user calls."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class Guard:
         optimizer: one optimizer or several. All of them step, or none does. Fused ones cost no sync.
         scheduler: one scheduler or several, advanced by the guard, and only by steps that were applied.
         schedule_per: ``"step"`` advances the schedule after every applied step, ``"epoch"`` after every epoch.
-        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 where the accelerator
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` (with loss scaling), or ``"auto"``: bf16 if the accelerator
             supports it, else fp16; fp32 on a CPU.
         max_norm: the largest gradient norm; None turns clipping off, ``"policy"`` takes the policy's.
         clip: ``"group"`` clips every parameter group on its own; ``"global"`` all together, as ``clip_grad_norm_``
             does, to the bit; ``AGC()`` (or ``"agc"``) clips by unit, ``ZScore()`` (``"zscore"``) by the recent past.
         policy: what to do about trouble, from skipping a step to going back to a snapshot. ``Policy()`` is our own
             ladder, ``Policy.recipe(name)`` one of those in docs/recipes.md.
-        snapshots: how states to go back to are kept; None keeps none, ``"auto"`` does where the policy may go back
-            and memory is plentiful.
+        snapshots: how snapshots are taken; None takes none, ``"auto"`` takes them if the policy can roll back and
+            there is enough memory.
         accumulate: how many micro-batches make a step. The loss is divided by it.
         drop_bad_microbatches: leave a non-finite micro-batch out and keep the rest of the step, at the price of a
             second set of gradients.
         ema: a ``torch.optim.swa_utils.AveragedModel`` (anything with ``update_parameters``), updated after each
             applied step and never by a skipped one.
-        loss_scale: how the fp16 loss scale moves; None does not scale at all.
+        loss_scale: how the fp16 loss scale moves; None does not scale the loss.
         sync: ``"late"`` lets the device skip and tells the host later, without a sync; ``"eager"`` asks the device
-            once a step; ``"auto"`` is late on CUDA where all optimizers are fused, else eager.
+            once a step; ``"auto"`` is late on CUDA if all optimizers are fused, else eager.
         diagnose: ``"auto"`` replays a bad step to say where it came from, fully for the first of a kind and briefly for
             repeats; ``"full"`` and ``"brief"`` always do so, ``"off"`` never.
         capture: what ``run_dir/incidents`` holds of a bad step: ``"none"`` nothing, ``"meta"`` what happened, without
@@ -131,7 +131,7 @@ class Guard:
         detached, on its device, unsynced. With ``accumulate=n`` every n-th call updates. Or pass a list of
         ``microbatches`` instead of ``batch`` to make a step of them all: the mean loss comes back, and the list of aux.
 
-        Does not sync where ``syncs_per_step`` is 0. What raises before the optimizers step leaves no trace.
+        Does not sync if ``syncs_per_step`` is 0. An exception before the optimizers step leaves everything as it was.
         """
         pending = self._parts.pending
         if pending is not None and not pending.rerunnable and pending.losses:
@@ -152,19 +152,19 @@ class Guard:
         return self._engine.on_many(loss_fn, list(microbatches))
 
     def epoch(self, loader: Iterable[T]) -> Epoch[T]:
-        """Iterates over ``loader`` as a new epoch: patience starts afresh, and at its end all steps are settled.
+        """Iterates over ``loader`` as a new epoch. Counts per epoch start again, and at its end all steps are settled.
 
-        Micro-batches left over when the loader ends make a last, smaller step. Where the run goes back to a snapshot,
-        batches come again. For training data only: one at a time.
+        Micro-batches left over when the loader ends make a last, smaller step. If the run goes back to a snapshot,
+        batches come again. For training data only, and one epoch at a time.
         """
         return Epoch(loader, self._engine)
 
     # ---- a loop of the user's own --------------------------------------------------------------------------------
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """For the forward pass of a loop of your own: begins the step and enters the guard's precision.
+        """For the forward pass of your own loop: begins the step and enters the guard's precision.
 
-        Where gradients are off (validation under ``torch.no_grad()``) it only enters the precision.
+        If gradients are off (validation under ``torch.no_grad()``), it only enters the precision.
         """
         pending = self._parts.pending
         if pending is not None and pending.rerunnable:
@@ -180,7 +180,7 @@ class Guard:
         return self._parts.precision.autocast()
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of ``loss / accumulate``, scaled where the precision needs it; may be called several times."""
+        """Backward of ``loss / accumulate``, scaled if the precision needs it. May be called several times."""
         pending = self._parts.pending
         if pending is None or pending.rerunnable:
             raise ProtocolError(
@@ -190,14 +190,14 @@ class Guard:
         self._engine.backward(pending, loss)
 
     def update(self) -> None:
-        """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync where ``syncs_per_step`` is 0."""
+        """Ends the step: measure, protect, schedule, ``zero_grad``. Does not sync if ``syncs_per_step`` is 0."""
         pending = self._parts.pending
         if pending is None or pending.rerunnable or not pending.losses:
             raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
         self._engine.finish(pending)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replays a CUDA graph that holds one guarded step, and keeps count of it. Does not sync.
+        """Replays a CUDA graph that holds one guarded step, and counts it. Does not sync.
 
         Run a few steps as usual, ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and update).
         Steps in flight behind a bad one count as lost, since their inputs have been overwritten.
@@ -225,7 +225,7 @@ class Guard:
 
     @property
     def syncs_per_step(self) -> int:
-        """How often a healthy step asks the device and waits for the answer: 0 or 1."""
+        """How often a healthy step waits for the device: 0 or 1."""
         return 0 if self.sync == "late" else 1
 
     @property
@@ -239,17 +239,17 @@ class Guard:
 
     @property
     def current_epoch(self) -> int:
-        """The number of the epoch, from 1; 0 before the first. It goes back where the run does."""
+        """The number of the epoch, from 1; 0 before the first. A rollback sets it back."""
         return self._engine.num_epochs
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """Every step that had to be answered so far, as far as the host has heard."""
+        """Every incident so far, as far as the host knows."""
         return self._parts.journal.incidents
 
     @property
     def last_outcome(self) -> Outcome | None:
-        """What became of the last step the host has heard of."""
+        """The outcome of the last step that the host knows of."""
         return self._parts.journal.last
 
     @property
@@ -265,7 +265,7 @@ class Guard:
         return f"Guard(precision={self.precision!r}, sync={self.sync!r}, {counts})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Does not sync: as far as the host has heard."""
+        """What a notebook shows. Does not sync."""
         from nanguard.records.guard_html import guard_html
 
         return guard_html(
@@ -282,13 +282,13 @@ class Guard:
         """Runs these modules in fp32, forward and backward, inside a model that runs in lower precision.
 
         Names are those of ``model.named_modules()``; patterns such as ``"decoder.layers.*.attn"`` are fine. Returns the
-        names that are new. Takes effect with the next step; what is saved by ``state_dict`` has them.
+        names that are new. Takes effect with the next step, and is saved by ``state_dict``.
         """
         self.settle()
         return self._parts.islands.keep(*names)
 
     def release_fp32(self, *names: str) -> tuple[str, ...]:
-        """Undoes ``keep_fp32``, of all modules where no name is given; returns the names that were released."""
+        """Undoes ``keep_fp32``, for all modules if no name is given. Returns the names that were released."""
         self.settle()
         return self._parts.islands.release(*names)
 
@@ -305,9 +305,9 @@ class Guard:
         return () if self._engine.ring is None else self._engine.ring.steps
 
     def roll_back(self, steps: int = 1, *, skip_batches: int = 0, lr: float = 1.0) -> str:
-        """Goes back to the newest good snapshot at least ``steps`` old, by hand; says in words what that did.
+        """Goes back to the newest good snapshot at least ``steps`` old, by hand. Returns what it did, in words.
 
-        What the rung ``Rollback`` does by itself. Inside ``guard.epoch`` the data go back too.
+        The rung ``Rollback`` does the same. Inside ``guard.epoch`` the data go back too.
         """
         if self._engine.ring is not None:
             self._engine.ring.agree()
@@ -326,10 +326,10 @@ class Guard:
         return did
 
     def resume(self) -> int | None:
-        """Puts back the newest good snapshot that an earlier process has written to ``run_dir``; None: there is none.
+        """Restores the newest good snapshot that an earlier process has written to ``run_dir``; None if there is none.
 
-        Returns the number of steps made by then. With everything put back, the next ``guard.epoch(loader)`` goes on in
-        the middle of the epoch where the snapshot was taken. Needs ``Snapshots(where="disk")``.
+        Returns the number of steps made by then. With everything put back, the next ``guard.epoch(loader)`` goes on
+        at the batch before which the snapshot was taken. Needs ``Snapshots(where="disk")``.
         """
         self.settle()
         return self._engine.resume()
@@ -338,15 +338,15 @@ class Guard:
         """Whether a checkpoint saved right now is sound: ``if guard.can_save(): torch.save(...)``.
 
         False in the middle of a step, while steps are in flight whose readings have not arrived (``guard.settle()``
-        waits for them), and where a weight, buffer or moment is non-finite. Looks at all of them: syncs. Asks no other
-        rank.
+        waits for them), and if a weight, buffer or moment is non-finite. Checks all of them, which syncs. Asks no
+        other rank.
         """
         return self._parts.pending is None and self._engine.mode.is_verified() and self._recovery.is_sound()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits until the host knows all that happened; then every step that could be applied is in the weights.
+        """Waits until the host knows of all steps. Then every step that could be applied is in the weights.
 
         ``guard.epoch`` does it at the end of the loader. Call it before saving a checkpoint anywhere else.
         """
@@ -371,7 +371,7 @@ class Guard:
         self._parts.journal.sum_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, loss scale, learned limits, measures in force and history, in plain numbers. Settles first."""
+        """Counts, loss scale, learned limits, active mitigations and history, in plain numbers. Settles first."""
         self.settle()
         parts = self._parts
         return {

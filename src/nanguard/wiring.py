@@ -36,7 +36,7 @@ log = logging.getLogger("nanguard")
 def make_journal(
     run_dir: str | Path | RunFolder | None, *, is_first: bool, optimizer: str = "", observers: Iterable[Observer] = ()
 ) -> Journal:
-    """With the run log and the panels on the first rank, and the user's observers on all."""
+    """A journal with the run log and the panels on the first rank, and the user's observers on all ranks."""
     runlog = RunLogObserver(run_dir, optimizer=optimizer) if is_first and run_dir is not None else None
     ours: list[Observer] = [] if runlog is None else [runlog]
     if is_first:
@@ -93,9 +93,9 @@ def _bundles(capture: Any, run_dir: str | Path | RunFolder | None, parts: StepPa
 def introduce(
     parts: StepParts, *, asked_precision: str, sync: str, program: Mapping[str, Any] | None = None, joins: bool = False
 ) -> None:
-    """Says once how the run is guarded, and what would make it better.
+    """Logs once how the run is guarded, and what would make it cheaper.
 
-    ``program`` is what runs it, where that is known; with ``joins`` the run has begun already, with other optimizers.
+    ``program`` says what is run, if that is known; with ``joins`` the run has begun already, with other optimizers.
     """
     how = "no sync a step" if sync == "late" else "one sync a step"
     name = parts.precision.name

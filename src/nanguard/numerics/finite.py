@@ -14,7 +14,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1.0 where any element of any tensor is NaN or Inf, else 0.0; 0-dim float32 on ``device``. Does not sync."""
+    """1.0 if any element of any tensor is NaN or Inf, else 0.0; 0-dim float32 on ``device``. Does not sync."""
     flag = torch.zeros((), dtype=torch.float32, device=device)
     norms = [norm.to(device) for norm in tensor_norms(tensors)]
     if norms:
@@ -23,7 +23,7 @@ def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def raise_flag_(flag: Tensor, values: Tensor, one: Tensor | None = None) -> None:
-    """Sets a 0-dim float32 ``flag`` to 1 where any of ``values`` is NaN or Inf, else leaves it. Does not sync.
+    """Sets a 0-dim float32 ``flag`` to 1 if any of ``values`` is NaN or Inf, else leaves it. Does not sync.
 
     ``values`` are float32 or float64. A caller in a hurry passes a 0-dim float32 ``one`` that it keeps.
     """
@@ -31,7 +31,7 @@ def raise_flag_(flag: Tensor, values: Tensor, one: Tensor | None = None) -> None
 
 
 def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
-    """Sets every element to +0 where the 0-dim ``flag`` is 1; leaves all bits alone where it is 0. Does not sync.
+    """Sets every element to +0 if the 0-dim ``flag`` is 1; changes no bit if it is 0. Does not sync.
 
     NaN times zero is NaN, so the bits are multiplied as integers.
     """

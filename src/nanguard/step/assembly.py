@@ -1,4 +1,4 @@
-"""Checks what the guard was given, before training starts, and puts the workbench together.
+"""Checks what the guard was given, before training starts, and makes the parts of a step.
 
 Each error names the value and what is accepted.
 """
@@ -121,7 +121,7 @@ def assemble(
 
 
 def choose_sync(sync: str, parts: StepParts) -> str:
-    """``"late"`` or ``"eager"``; the first only where the device can do without the host."""
+    """``"late"`` or ``"eager"``; ``"late"`` only if the device can skip steps itself."""
     check_choice("sync", sync, ("auto", "eager", "late"))
     late_is_possible = parts.skippable.skips_on_device and not parts.drops_gradients
     if sync == "auto":
@@ -136,17 +136,16 @@ def choose_sync(sync: str, parts: StepParts) -> str:
 
 
 def choose_policy(policy: Any) -> Policy:
-    """What the user chose; our own ladder where that is nothing."""
+    """What the user chose; our own ladder if that is None."""
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
     return policy or Policy()
 
 
 def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Snapshots | None:
-    """What the user chose; ``"auto"`` takes them where the ladder has a use for them, as far back as it may go.
+    """What the user chose; ``"auto"`` takes them if the ladder can roll back, as far back as it may go.
 
-    From a GPU half as often: the way to host memory may take longer than the passes of a short step, and what it takes
-    longer the step waits.
+    On a GPU half as often: copying to host memory may take longer than the passes of a short step, which then waits.
     """
     if snapshots == "auto":
         back = policy.largest_rollback

@@ -46,7 +46,7 @@ class SkippableOptimizers:
         optimizer.step()
 
     def step_unless(self, flag: Tensor) -> None:
-        """Steps all optimizers, or none where the 0-dim float32 ``flag`` is 1. Does not sync."""
+        """Steps all optimizers, or none if the 0-dim float32 ``flag`` is 1. Does not sync."""
         self._has_stepped = True
         for optimizer in self.optimizers:
             _check_still_fused(optimizer)
@@ -61,11 +61,11 @@ class SkippableOptimizers:
                     delattr(optimizer, name)  # a GradScaler of the user's would stumble over what stays behind
 
     def end_step(self) -> None:
-        """What becomes of the gradients when a step has been made, or refused."""
+        """Clears the gradients after a step was made, or refused."""
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Sets all gradients to None, which is all that torch's own ``zero_grad`` does in more time."""
+        """Sets all gradients to None, as torch's own ``zero_grad`` does, but faster."""
         for group in self.groups():
             for param in group:
                 param.grad = None

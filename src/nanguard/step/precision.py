@@ -55,7 +55,7 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device) -> Precision:
-        """``"auto"`` takes bf16 where the accelerator has it, else fp16; fp32 on a CPU."""
+        """``"auto"`` takes bf16 if the accelerator has it, else fp16; fp32 on a CPU."""
         if name not in NAMES:
             raise ValueError(f"precision must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
         if name == "auto":
@@ -72,7 +72,7 @@ class Precision:
 class MixedPrecision:
     """The precision that the run is in now, with its loss scale: the one owner of both. Nothing here syncs.
 
-    ``scaler`` is None where the loss is not scaled.
+    ``scaler`` is None if the loss is not scaled.
     """
 
     def __init__(self, precision: Precision, scaler: Scaler | None) -> None:
@@ -167,11 +167,11 @@ class Scaler:
         clip.scale_(grads, self.scale.double().reciprocal().float())
 
     def in_true_size(self, norms: tuple[float, ...], scale: float) -> tuple[float, ...]:
-        """Of gradients as they were measured; they have been unscaled by then."""
+        """Norms of unscaled gradients. Gradients have been unscaled before they are measured."""
         return norms
 
     def update_(self, bad: Tensor, frozen: Tensor | None = None) -> None:
-        """Grows or backs off by ``bad`` (0 or 1); where ``frozen`` is 1 everything stays as it is."""
+        """Grows or backs off by ``bad`` (0 or 1); if ``frozen`` is 1 nothing changes."""
         before = (self.scale.clone(), self._tracker.clone()) if frozen is not None else None
         rule = self.options
         _compat.update_scale_(
