@@ -147,6 +147,7 @@ def hostile_diagnosis(text: str, step: int = 3) -> Diagnosis:
     return Diagnosis(
         phase="forward",
         cause="overflow_fp16",
+        title=text,
         op=text,
         module=text,
         source=source,

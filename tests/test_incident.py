@@ -715,7 +715,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["outcome"]["verdict"].update(kind="bad"), "outcome.verdict.kind: expected"),
     (lambda d: d["outcome"]["verdict"]["reading"].update(loss="many"), "outcome.verdict.reading.loss: expected float"),
     (lambda d: d["outcome"]["action"].update(per=[1]), "outcome.action.per: expected"),
-    (lambda d: d["diagnosis"].update(cause="bad luck"), "bad luck"),
+    (lambda d: d["diagnosis"].update(phase="bad luck"), "bad luck"),
     (lambda d: d["diagnosis"].update(source=3), "Source"),
     (lambda d: d["history"].append(1), r"history\[2\]: expected an object"),
     (lambda d: d.update(tensors=None), "weights that are not there"),

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import nanguard
-from nanguard.records.diagnosis import Cause
-from nanguard.records.diagnosis_text import CAUSES
+from nanguard.diagnosis.causes import TABLE, row_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -43,18 +42,18 @@ panels = load(DOCS / "causes" / "panels.py")
 
 
 def test_every_cause_has_its_page_and_every_page_its_cause() -> None:
-    assert {path.stem for path in CAUSE_PAGES} == set(get_args(Cause))
+    assert {path.relative_to(DOCS).as_posix() for path in CAUSE_PAGES} == {row.page for row in TABLE}
 
 
 def test_the_overview_of_causes_lists_each_once_in_its_tables() -> None:
     listed = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\) \|", (DOCS / "causes" / "index.md").read_text(), re.MULTILINE)
-    assert sorted(name for name, _ in listed) == sorted(get_args(Cause))
+    assert sorted(name for name, _ in listed) == sorted(row.name for row in TABLE)
     assert all(name == page for name, page in listed)
 
 
 @pytest.mark.parametrize("path", CAUSE_PAGES, ids=lambda path: path.stem)
 def test_a_page_of_a_cause_is_built_like_the_others(path: Path) -> None:
-    text, words = path.read_text(), CAUSES[path.stem]
+    text, words = path.read_text(), row_of(path.stem).title
     assert text.startswith(f"# {words[0].upper()}{words[1:]}\n\n`{path.stem}`\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
 
@@ -218,7 +217,7 @@ def test_the_api_is_on_its_page(site: Path, built: dict[Path, Page]) -> None:
 
 def test_causes_can_be_searched_for(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text()
-    assert [name for name in get_args(Cause) if f"causes/{name}.html" not in index] == []
+    assert [row.name for row in TABLE if row.page.replace(".md", ".html") not in index] == []
 
 
 def test_scripts_of_the_docs_are_not_published(site: Path) -> None:

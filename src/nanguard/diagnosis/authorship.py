@@ -13,7 +13,7 @@ from torch import nn
 
 from nanguard.diagnosis.slicing import (
     Origin,
-    Program,
+    ProgramSource,
     flattened,
     is_nonfinite_literal,
     last_name,
@@ -32,7 +32,7 @@ Rows = tuple[int, int, int]
 def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = ()) -> Source | None:
     """Where an object of a class is made: ``torch.optim.Adam(...)``. Of several, the one with most of the keywords."""
     best: tuple[int, Source] | None = None
-    for file, node in Program(tuple(files)).nodes(ast.Call):
+    for file, node in ProgramSource(tuple(files)).nodes(ast.Call):
         if isinstance(node, ast.Call) and last_name(node.func) == kind:
             said = {keyword.arg for keyword in node.keywords}
             score = sum(keyword in said for keyword in keywords)
@@ -43,7 +43,7 @@ def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = (
 
 def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows | None) -> Source | None:
     """Where a parameter or buffer gets its values: in its module's class, or where the program writes to it."""
-    program = Program(tuple(files))
+    program = ProgramSource(tuple(files))
     found: list[tuple[int, int, Origin]] = []
     if is_users(type(owner)):
         names = {base.__name__ for base in type(owner).__mro__}
@@ -62,7 +62,7 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
 def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
     """The last line that stores something under this key: ``state["exp_avg_sq"] = ...``."""
     found = None
-    for file, node in Program(tuple(files)).nodes(ast.Assign):
+    for file, node in ProgramSource(tuple(files)).nodes(ast.Assign):
         if isinstance(node, ast.Assign):
             for target in flattened(node.targets):
                 index = target.slice if isinstance(target, ast.Subscript) else None
@@ -78,7 +78,7 @@ def line_that_makes_data(
 
     Functions that use the data (``not_in``, and ``forward`` of modules) do not make them.
     """
-    program, found = Program(tuple(files)), list[Origin]()
+    program, found = ProgramSource(tuple(files)), list[Origin]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
         if program.function_of(node) in ("forward", *not_in):
             continue
@@ -95,7 +95,7 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
 
     Functions that use the data (``not_in``, and ``forward`` of modules) do not make them: what they fill is a mask.
     """
-    program, found = Program(tuple(files)), []
+    program, found = ProgramSource(tuple(files)), []
     for file, node in program.nodes(ast.Assign):
         if isinstance(node, ast.Assign) and program.function_of(node) not in ("forward", *not_in):
             into_a_part = any(isinstance(target, ast.Subscript) for target in node.targets)
@@ -106,7 +106,7 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
 
 def line_that_calls(name: str, files: Iterable[str]) -> Source | None:
     """The only line that calls a method of this name."""
-    calls = Program(tuple(files)).nodes(ast.Call)
+    calls = ProgramSource(tuple(files)).nodes(ast.Call)
     found = [source_of_node(file, c) for file, c in calls if isinstance(c, ast.Call) and last_name(c.func) == name]
     return found[0] if len(found) == 1 else None
 
@@ -117,7 +117,7 @@ def names_in_unpacking(function: object, place: int) -> list[str]:
     if code is None or code.co_argcount < 2:
         return []
     batch, first = code.co_varnames[1], code.co_firstlineno
-    for _, node in Program((code.co_filename,)).nodes(ast.Assign):
+    for _, node in ProgramSource((code.co_filename,)).nodes(ast.Assign):
         if not isinstance(node, ast.Assign) or not first <= node.lineno <= first + 200:
             continue
         for target in node.targets if last_name(node.value) == batch else ():
@@ -138,7 +138,7 @@ def _parts_of_batch(node: ast.AST, names: Sequence[str], place: int | None, num:
             yield from each.elts[place : place + 1] if isinstance(each.ctx, ast.Load) else ()
 
 
-def _set_in_class(program: Program, classes: set[str], name: str) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Iterator[tuple[str, ast.AST, ast.AST]]:
     for file, node in program.nodes(ast.ClassDef):
         if not isinstance(node, ast.ClassDef) or node.name not in classes:
             continue
@@ -155,7 +155,7 @@ def _set_in_class(program: Program, classes: set[str], name: str) -> Iterator[tu
                     yield file, each, call.args[1]
 
 
-def _writes(program: Program, name: str, rows: Rows | None) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
+def _writes(program: ProgramSource, name: str, rows: Rows | None) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
     """Statements that write to an attribute of this name, or to a variable that stands for one, and what they write."""
     aliases = {name}
     for _, node in program.nodes(ast.Assign):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import Event, Note, Swallow
+from nanguard.diagnosis.provenance import Note, Swallow, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -33,20 +33,20 @@ _MOST_LINKS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TraceFinding:
     """``event`` is to blame; ``chain`` leads from it to where it showed; ``harmless`` births reached nothing.
 
     ``discarded`` is True where the forward pass threw the value away (``torch.where``, a mask) and only the derivative
     brought it back, or made it anew (that of ``log`` at 0).
     """
 
-    event: Event
-    chain: tuple[Event, ...]
-    harmless: tuple[Event, ...]
+    event: TraceEvent
+    chain: tuple[TraceEvent, ...]
+    harmless: tuple[TraceEvent, ...]
     discarded: bool = False
 
 
-def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
+def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
     """``ends`` are the events where it showed; None where there are none."""
     reached = ancestors(ends)
     if not reached:
@@ -65,7 +65,7 @@ def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
         guilty, chain = forerunners[0], (forerunners[0], *chain)
     elif (custom := _custom_backward_behind(guilty, chain)) is not None:
         guilty = custom
-    return Finding(
+    return TraceFinding(
         event=guilty,
         chain=chain,
         harmless=tuple([e for e in harmless if e not in forerunners][:_MOST_LINKS]),
@@ -73,7 +73,7 @@ def find(trace: Trace, ends: Sequence[Event]) -> Finding | None:
     )
 
 
-def _custom_backward_behind(birth: Event, chain: Sequence[Event]) -> Event | None:
+def _custom_backward_behind(birth: TraceEvent, chain: Sequence[TraceEvent]) -> TraceEvent | None:
     """A hand-written backward that turned an infinity of the forward pass into NaN, where the loss had got over it."""
     if birth.note.phase != "forward" or chain[-1].note.phase == "forward":
         return None
@@ -81,7 +81,7 @@ def _custom_backward_behind(birth: Event, chain: Sequence[Event]) -> Event | Non
     return first if first.kind == "turned" and first.note.is_custom and first.note.in_user_code else None
 
 
-def _is_derivative_of(event: Event, other: Event) -> bool:
+def _is_derivative_of(event: TraceEvent, other: TraceEvent) -> bool:
     """Whether an event belongs to the derivative of an op that gave an infinity itself."""
     note, before = event.note, other.note
     if note.phase != "backward" or note.in_user_code or before.phase != "forward" or other.has_nan:
@@ -89,7 +89,7 @@ def _is_derivative_of(event: Event, other: Event) -> bool:
     return (note.node, note.place) == (before.op, before.place)
 
 
-def is_suspect(event: Event) -> bool:
+def is_suspect(event: TraceEvent) -> bool:
     """Whether an event could be a fault: not an infinity that was meant, nor one that was inherited."""
     if event.kind in ("birth", "turned"):
         return True
@@ -98,9 +98,9 @@ def is_suspect(event: Event) -> bool:
     return event.kind == "given" and event.has_nan
 
 
-def ancestors(ends: Iterable[Event]) -> list[Event]:
+def ancestors(ends: Iterable[TraceEvent]) -> list[TraceEvent]:
     """These events and all before them."""
-    seen: dict[int, Event] = {}
+    seen: dict[int, TraceEvent] = {}
     waiting = list(ends)
     while waiting:
         event = waiting.pop()
@@ -110,19 +110,19 @@ def ancestors(ends: Iterable[Event]) -> list[Event]:
     return list(seen.values())
 
 
-def above(event: Event) -> list[Event]:
+def above(event: TraceEvent) -> list[TraceEvent]:
     """All events before this one."""
     return [each for each in ancestors(event.parents) if each is not event]
 
 
-def _path(ends: Sequence[Event], start: Event) -> Iterable[Event]:
+def _path(ends: Sequence[TraceEvent], start: TraceEvent) -> Iterable[TraceEvent]:
     """The shortest way from an event to one of the ends."""
-    came_from: dict[int, Event | None] = {id(end): None for end in ends}
+    came_from: dict[int, TraceEvent | None] = {id(end): None for end in ends}
     waiting = list(ends)
     while waiting:
         event = waiting.pop(0)
         if event is start:
-            step: Event | None = event
+            step: TraceEvent | None = event
             while step is not None:
                 yield step
                 step = came_from[id(step)]
@@ -133,7 +133,7 @@ def _path(ends: Sequence[Event], start: Event) -> Iterable[Event]:
                 waiting.append(parent)
 
 
-def _was_discarded(trace: Trace, event: Event, ends: Sequence[Event]) -> bool:
+def _was_discarded(trace: Trace, event: TraceEvent, ends: Sequence[TraceEvent]) -> bool:
     """Whether no non-finite value of it stayed in the forward pass, and none was made finite by anything but choice."""
     if any(end.note.phase == "forward" for end in ends):
         return False

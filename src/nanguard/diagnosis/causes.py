@@ -1,399 +1,278 @@
-"""The table of causes: from the op and what its operands held to the name of the fault, and why.
+"""The table of causes: one row per cause.
 
-Rules are tried from the top; the first that fits names the cause. A rule looks at values, never at names of programs.
+To add a cause, add a row here and its page, ``docs/causes/<name>.md``. The rules of the rows are tried from the top;
+the first that applies names the cause.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
-from nanguard.diagnosis.blame import Finding, feeds_a_module
-from nanguard.diagnosis.evidence import Evidence
-from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Event, Note
-from nanguard.diagnosis.trace import Trace
-from nanguard.records.diagnosis import Cause, Operand
+from nanguard.diagnosis import rules
+from nanguard.diagnosis.rules import Case, Found, Rule
+from nanguard.records.diagnosis import Diagnosis, Fix
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a rule is given."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseRow:
+    """A cause: its ``name``, its ``title`` in words, and what to do about it.
 
-    trace: Trace
-    finding: Finding
+    ``fix`` is the advice in words. ``helps`` names what helps, the best first: fix_code, fix_data, fp32, skip, clip,
+    lower_lr. ``rule`` finds the cause from an op and its operands; a rule may also return the name of a related row. It
+    is None if a rule of another row, or another part of the diagnosis, finds this cause.
+    """
 
-    @property
-    def event(self) -> Event:
-        return self.finding.event
-
-    @property
-    def note(self) -> Note:
-        return self.event.note
+    name: str
+    title: str
+    fix: str
+    helps: tuple[str, ...] = ("fix_code", "skip")
+    rule: Rule | None = None
 
     @property
-    def evidence(self) -> Evidence:
-        return self.event.evidence
-
-    @property
-    def op(self) -> str:
-        return self.note.op
-
-    @property
-    def is_birth(self) -> bool:
-        return self.event.kind == "birth"
-
-    @property
-    def dtype(self) -> str:
-        return self.note.dtype.removeprefix("torch.")
+    def page(self) -> str:
+        """The page of the documentation, relative to ``docs/``."""
+        return f"causes/{self.name}.md"
 
 
-Rule = Callable[[Case], tuple[Cause, str] | None]
-
-_SMALLEST = 2.0**-150
-"""At or below it nothing is left in fp32, which normalisations compute in."""
-
-_GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
-
-_NORMALISES = frozenset(
-    ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
-)
-_SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
-_ADDS = frozenset(
-    (
-        *("add", "baddbmm", "cumsum", "lerp", "logaddexp", "logcumsumexp", "logsumexp", "mean", "native_layer_norm"),
-        *("rsub", "sub", "sum", *_SPREADS),
-    )
-)
-
-UNKNOWN: tuple[Cause, str] = ("unknown", "no rule fits what was seen")
+def name_cause(case: Case) -> tuple[str, str]:
+    """The name of the cause, and the sentence that gives the reason in numbers."""
+    return _first_found(TABLE, case) or ("unknown", "no rule fits what was seen")
 
 
-def name_cause(case: Case) -> tuple[Cause, str]:
-    """The cause and the sentence that gives the reason in numbers."""
-    for rule in RULES:
-        found = rule(case)
-        if found is not None:
-            return found
-    return UNKNOWN
+def row_of(cause: str) -> CauseRow:
+    """Raise ``ValueError`` if the table has no such row."""
+    for row in TABLE:
+        if row.name == cause:
+            return row
+    raise ValueError(f"cause {cause!r} has no row in diagnosis/causes.py; add one to TABLE")
 
 
-# ---- operands --------------------------------------------------------------------------------------------------------
+def titled(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with the title of its cause."""
+    return replace(diagnosis, title=row_of(diagnosis.cause).title)
 
 
-def _argument(case: Case) -> Operand | None:
-    """What a function of one argument was given."""
-    return case.evidence.operand("self", "input", "x")
+def with_remedy(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with the title of its cause and what to do about it."""
+    row = row_of(diagnosis.cause)
+    return replace(diagnosis, title=row.title, fix=Fix(words=row.fix), remedies=row.helps)
 
 
-def _value(operand: Operand | None) -> float | None:
-    return None if operand is None else operand.value
+def _first_found(rows: Iterable[CauseRow], case: Case) -> Found:
+    return next(filter(None, (row.rule(case) for row in rows if row.rule is not None)), None)
 
 
-def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
-    """Numerator, denominator, and the name of the latter's argument."""
-    evidence = case.evidence
-    if case.op in ("reciprocal", "rsqrt"):
-        return Operand(name="one", value=1.0), evidence.operand("self"), "self"
-    if case.op == "addcdiv":
-        return evidence.operand("tensor1"), evidence.operand("tensor2"), "tensor2"
-    return evidence.operand("self"), evidence.operand("other"), "other"
-
-
-def is_label(case: Case) -> bool:
-    """Whether the value depends on the batch alone and the model never sees it: a target, not an input."""
-    roots = case.note.roots
-    if not roots & BATCH or roots & (PARAMETER | BUFFER | STATE) or case.note.phase != "forward":
-        return False
-    return not feeds_a_module(case.trace, case.note)
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return "?"
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e5 else f"{value:.3g}"
-
-
-def reach(operand: Operand | None) -> float:
-    """The largest absolute finite value."""
-    if operand is None or operand.low is None or operand.high is None:
-        return 0.0
-    return max(abs(operand.low), abs(operand.high))
-
-
-# ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def _given(case: Case) -> tuple[Cause, str] | None:
-    """A value that an op brought along: memory that nobody wrote to, or torch's own NaN for what has no answer."""
-    if case.event.kind != "given" or not case.event.has_nan or case.note.node in _SPREADS:
-        return None
-    near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
-    if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
-        return "log_of_negative", "logdet of a matrix whose determinant is negative"
-    if not all(map(math.isfinite, case.note.scalars)):
-        return "unknown", f"{case.op} was given a NaN as a constant"
-    return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
-
-
-def _ctc(case: Case) -> tuple[Cause, str] | None:
-    if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
-        return None
-    return "ctc_inf", "no alignment exists: a target is longer than its input allows, and the loss of it is infinite"
-
-
-def _custom_backward(case: Case) -> tuple[Cause, str] | None:
+def _custom_backward(case: Case) -> Found:
     if not (case.note.is_custom and case.note.in_user_code and case.note.phase == "backward"):
         return None
-    inner = _by_value(case)
+    inner = _first_found(_BY_VALUE, case)
     why = f": {inner[1]}" if inner else ""
     return "custom_backward_bug", f"the hand-written backward of {case.note.node} makes it of finite values{why}"
 
 
-def _discarded(case: Case) -> tuple[Cause, str] | None:
-    if not case.finding.discarded or (case.event.has_nan and case.note.phase == "forward"):
-        return None
-    where = f"{case.note.name} is infinite where its result is not used"
-    return "zero_times_inf", f"{where}; dropped in the forward pass, it meets a gradient of 0 in the derivative"
-
-
-def _by_value(case: Case) -> tuple[Cause, str] | None:
-    for rule in _VALUE_RULES:
-        found = rule(case)
-        if found is not None:
-            return found
-    return None
-
-
-def _root_gradient(case: Case) -> tuple[Cause, str] | None:
-    """The derivative of a root at zero; of acos and asin at the ends of their domain."""
-    if case.note.phase != "backward" or case.note.in_user_code:
-        return None
-    node = case.note.node
-    if node in ("acos", "asin", "acosh", "atanh", "erfinv", "linalg_vector_norm_angle"):
-        return "acos_asin_domain", f"the derivative of {node} is infinite at the end of its domain"
-    if node in ("sqrt", "hypot", "cdist", "euclidean_dist", "norm", "linalg_vector_norm", "std", "pairwise_distance"):
-        if case.evidence.finite_in and not _divides_by_zero(case):
-            return None
-        return "sqrt_grad_at_zero", f"the derivative of {node} at 0 is infinite, and an operand is exactly 0"
-    if node == "pow" and case.op == "pow":
-        base, exponent = _value(case.evidence.operand("self")), _value(case.evidence.operand("exponent"))
-        if base == 0 and exponent is not None and exponent < 0:
-            return "sqrt_grad_at_zero", f"the derivative of x**{exponent + 1:g} at 0 is infinite"
-    if node.startswith("linalg_") and node.removeprefix("linalg_") in ("svd", "eigh", "eig", "qr", "svdvals"):
-        return "div_by_zero", f"the derivative of {node} divides by differences of singular values, and two are equal"
-    return None
-
-
-def _divides_by_zero(case: Case) -> bool:
-    _, below, _ = _fraction(case)
-    return _value(below) == 0
-
-
-def _exp(case: Case) -> tuple[Cause, str] | None:
-    if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
-        return None
-    top = _argument(case)
-    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8}.get(case.dtype, 88.7)
-    return "exp_overflow", f"{case.op} of {number(_value(top))} exceeds {case.dtype}: it ends at about {limit}"
-
-
-def _log(case: Case) -> tuple[Cause, str] | None:
-    if case.op in ("linalg_slogdet", "slogdet", "logdet"):
-        return ("log_of_negative" if case.evidence.is_nan else "log_of_zero"), "the determinant is not positive"
-    if case.op not in ("log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
-        return None
-    name = "other" if "xlog" in case.op else "self"
-    value = _value(case.evidence.operand(name, "self"))
-    if value is None:
-        return None
-    shifted = value + 1 if case.op in ("log1p", "xlog1py") else value
-    if case.op == "logit":
-        shifted = min(value, 1 - value)
-    if shifted < 0:
-        if is_label(case):
-            return "label_out_of_domain", f"{case.op} of a target of {number(value)}: it must not be negative"
-        return "log_of_negative", f"{case.op} of {number(value)}, which is outside its domain"
-    if shifted == 0:
-        eps = vanished_eps(case.evidence.source(name))
-        if eps is not None:
-            return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:g} that was added is 0 in {eps[1]}"
-        return "log_of_zero", f"{case.op} of {number(value)}" + (" (exactly)" if value else "")
-    return None
-
-
-def _divide(case: Case) -> tuple[Cause, str] | None:
-    if case.op not in ("div", "true_divide", "divide", "reciprocal", "addcdiv", "rsqrt", "remainder", "fmod"):
-        return None
-    top, below, name = _fraction(case)
-    divisor, dividend = _value(below), _value(top)
-    if divisor is None:
-        return None
-    source, over = case.evidence.source(name), case.evidence.source("self" if case.op != "addcdiv" else "tensor1")
-    if case.op == "rsqrt" and divisor < 0:
-        return "sqrt_of_negative", f"rsqrt of {number(divisor)}"
-    if divisor == 0:
-        eps = vanished_eps(source)
-        if eps is not None:
-            why = f"the eps of {eps[0]:g} that was added to the denominator is 0 in {eps[1]}"
-            return ("optimizer_eps_underflow" if case.note.phase == "optimizer" else "eps_underflow"), why
-        if dividend == 0:
-            if is_norm_of(source, over):
-                return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
-            return "zero_over_zero", "0 / 0"
-        if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
-            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
-        return "div_by_zero", f"{number(dividend)} / 0"
-    if not case.is_birth or dividend is None or not math.isfinite(divisor):
-        return None
-    if abs(divisor) < 1e-4 and case.evidence.finite_in != "fp32":
-        if is_norm_of(source, over) or is_norm(source):
-            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
-        return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
-    return None
-
-
-def _sqrt(case: Case) -> tuple[Cause, str] | None:
-    value = _value(_argument(case))
-    if case.op != "sqrt" or value is None or value >= 0:
-        return None
-    if is_label(case):
-        return "label_out_of_domain", f"sqrt of a target of {number(value)}"
-    if case.note.phase == "optimizer" and is_state(case.evidence.source("self")):
-        return "optimizer_state_corrupted", f"sqrt of {number(value)}: a second moment can never be negative"
-    return "sqrt_of_negative", f"sqrt of {number(value)}"
-
-
-def _pow(case: Case) -> tuple[Cause, str] | None:
-    if case.op not in ("pow", "float_power"):
-        return None
-    base, exponent = (_value(case.evidence.operand(name)) for name in ("self", "exponent"))
-    if base is None or exponent is None:
-        return None
-    if base < 0 and exponent != int(exponent):
-        if is_label(case):
-            return "label_out_of_domain", f"a target of {number(base)} to the power of {exponent:g}"
-        return "pow_negative_base", f"{number(base)} to the power of {exponent:g}"
-    if base == 0 and exponent < 0:
-        return "div_by_zero", f"0 to the power of {exponent:g}"
-    return None
-
-
-def _domain(case: Case) -> tuple[Cause, str] | None:
-    value = _value(_argument(case))
-    if case.op not in ("acos", "asin", "acosh", "atanh", "erfinv", "special_ndtri") or value is None:
-        return None
-    return "acos_asin_domain", f"{case.op} of {value:.8g}, which is at or beyond the end of its domain"
-
-
-def _gamma(case: Case) -> tuple[Cause, str] | None:
-    value = _value(_argument(case))
-    if case.op not in ("lgamma", "digamma", "polygamma", "mvlgamma", "special_gammaln", "igamma", "igammac"):
-        return None
-    if value is None or value > 0:
-        return None
-    if is_label(case):
-        return (
-            "label_out_of_domain",
-            f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
-        )
-    return "log_of_zero", f"{case.op} has a pole at {number(value)}"
-
-
-def _statistic(case: Case) -> tuple[Cause, str] | None:
-    count = case.evidence.count
-    if count is not None and case.op in _SPREADS and count <= case.evidence.correction:
-        words = f"{case.op} over {count} element{'s' * (count != 1)}"
-        return "std_of_single_element", f"{words} divides by {count} - {case.evidence.correction:g}"
-    if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
-        return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"
-    if count == 0:
-        return "zero_over_zero", f"{case.op} over nothing: every element was left out"
-    return None
-
-
-def _softmax(case: Case) -> tuple[Cause, str] | None:
-    if not case.evidence.dead_rows:
-        return None
-    return "masked_softmax_all_neg_inf", "every entry of a row is -inf: the mask leaves nothing to attend to or choose"
-
-
-def _infinities(case: Case) -> tuple[Cause, str] | None:
-    if case.is_birth:
-        return None
-    if case.event.kind in ("given", "heir"):
-        return _hidden(case)
-    values = [operand.value for operand in case.evidence.operands if operand.value is not None]
-    if case.op in _ADDS:
-        return "inf_minus_inf", "two infinities are subtracted from each other"
-    if case.note.node in ("logsumexp", "log_softmax", "softmax", "logcumsumexp"):
-        return "inf_minus_inf", "two infinities are subtracted from each other in the derivative"
-    if case.op in ("softmax", "log_softmax", "cos", "sin", "tan"):
-        return "inf_minus_inf", f"{case.op} of an infinity"
-    if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
-        return "inf_minus_inf", "an infinity is divided by an infinity"
-    return "zero_times_inf", "0 is multiplied by an infinity"
-
-
-def _hidden(case: Case) -> tuple[Cause, str] | None:
-    """An infinity that was put there, a mask, reaches the loss as such."""
-    if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
-        return None
-    return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
-
-
-def _overflow(case: Case) -> tuple[Cause, str] | None:
-    """Finite in a wider format, or by far the largest of its operands."""
-    if not case.is_birth:
-        return None
-    wide, dtype = case.evidence.finite_in, case.dtype
-    biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
-    if wide == "fp32" and dtype == "float16":
-        words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
-        return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
-    if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
-        words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
-        return "overflow_any_precision", words
-    return None
-
-
-def _norm_inside(case: Case) -> tuple[Cause, str] | None:
-    """Ops that divide by a norm themselves."""
-    if "weight_norm" not in case.op and case.op not in ("renorm", "cosine_similarity", "normalize"):
-        return None
-    return "division_by_near_zero_norm", f"{case.op} divides a vector of zeros by its norm"
-
-
-def _normalisation(case: Case) -> tuple[Cause, str] | None:
-    if case.op not in _NORMALISES:
-        return None
-    eps = _value(case.evidence.operand("eps"))
-    if not case.is_birth or eps is None:
-        return None
-    if eps == 0 and not case.evidence.finite_in:
-        return "zero_over_zero", "a row without variance is divided by the root of eps=0"
-    if 0 < eps <= _SMALLEST and case.dtype != "float64":
-        return "eps_underflow", f"a row without variance is divided by the root of eps={eps:g}, which is 0 in fp32"
-    return None
-
-
-def _loss_over_nothing(case: Case) -> tuple[Cause, str] | None:
-    if "loss" in case.op and case.is_birth and not case.evidence.finite_in:
-        return "zero_over_zero", f"{case.op} averages over nothing: no target counts"
-    return None
-
-
-_VALUE_RULES: tuple[Rule, ...] = (
-    *(_exp, _log, _divide, _sqrt, _pow, _domain, _gamma, _statistic, _softmax, _normalisation, _norm_inside),
-    *(_infinities, _overflow, _loss_over_nothing),
+_BY_ORIGIN = (
+    CauseRow(
+        name="uninitialized_memory",
+        title="uninitialised memory",
+        fix="initialise it: torch.empty leaves whatever was in memory",
+        helps=("fix_code",),
+        rule=rules.given,
+    ),
+    CauseRow(
+        name="ctc_inf",
+        title="CTC target that cannot be aligned",
+        fix="leave out targets longer than their inputs, or pass zero_infinity=True",
+        helps=("skip", "fix_data", "fix_code"),
+        rule=rules.ctc,
+    ),
+    CauseRow(
+        name="custom_backward_bug",
+        title="a bug in a hand-written backward",
+        fix="correct the formula in the hand-written backward",
+        rule=_custom_backward,
+    ),
+    CauseRow(
+        name="zero_times_inf",
+        title="zero times infinity",
+        fix="make the unused branch safe before it is computed: exp(x.clamp(max=0)) inside torch.where",
+        rule=rules.discarded,
+    ),
+    CauseRow(
+        name="sqrt_grad_at_zero",
+        title="derivative of a root at zero",
+        fix="put an eps under the root: torch.sqrt(x + 1e-12)",
+        rule=rules.root_gradient,
+    ),
 )
+"""What kind of op it is, or how its result was used, decides."""
 
-RULES: tuple[Rule, ...] = (_given, _ctc, _custom_backward, _discarded, _root_gradient, _by_value)
+_BY_VALUE = (
+    CauseRow(
+        name="exp_overflow",
+        title="overflow of an exponential",
+        fix="clamp the argument, or compute in log-space (logsumexp, softplus)",
+        rule=rules.exp,
+    ),
+    CauseRow(
+        name="log_of_zero",
+        title="logarithm of zero",
+        fix="clamp the argument away from 0, or use the log-space form (log_softmax, logsigmoid)",
+        rule=rules.log,
+    ),
+    CauseRow(
+        name="log_of_negative",
+        title="logarithm of a negative number",
+        fix="keep the argument positive: clamp it, or take the log of its absolute value",
+    ),
+    CauseRow(
+        name="div_by_zero",
+        title="division by zero",
+        fix="add an eps to the denominator, or clamp it away from 0",
+        rule=rules.divide,
+    ),
+    CauseRow(
+        name="sqrt_of_negative",
+        title="root of a negative number",
+        fix="clamp the argument at 0 before the root",
+        rule=rules.sqrt,
+    ),
+    CauseRow(
+        name="pow_negative_base",
+        title="fractional power of a negative number",
+        fix="keep the base non-negative: clamp it or take its absolute value",
+        rule=rules.power,
+    ),
+    CauseRow(
+        name="acos_asin_domain",
+        title="argument outside the domain",
+        fix="clamp the argument into the open domain: x.clamp(-1 + 1e-6, 1 - 1e-6)",
+        rule=rules.domain,
+    ),
+    CauseRow(
+        name="label_out_of_domain",
+        title="a target outside the domain of the loss",
+        fix="clean the targets, or choose a loss whose domain they are in",
+        helps=("fix_data", "skip", "fix_code"),
+        rule=rules.gamma,
+    ),
+    CauseRow(
+        name="std_of_single_element",
+        title="deviation of a single element",
+        fix="use unbiased=False, or drop a last batch of one (drop_last=True)",
+        helps=("fix_code", "skip", "fix_data"),
+        rule=rules.statistic,
+    ),
+    CauseRow(
+        name="masked_softmax_all_neg_inf",
+        title="softmax of a row that is masked entirely",
+        fix="leave every row at least one entry, or mask with a large negative finite number",
+        helps=("fix_code", "skip", "fix_data"),
+        rule=rules.softmax,
+    ),
+    CauseRow(
+        name="eps_underflow",
+        title="an eps that is zero in this format",
+        fix="use an eps that this format can hold (1e-4 in fp16), or compute this in fp32",
+        helps=("fp32", "fix_code", "skip"),
+        rule=rules.normalisation,
+    ),
+    CauseRow(
+        name="division_by_near_zero_norm",
+        title="division by a norm that is zero",
+        fix="torch.nn.functional.normalize(x, eps=1e-6), or leave out vectors of zeros",
+        rule=rules.norm_inside,
+    ),
+    CauseRow(
+        name="inf_minus_inf",
+        title="infinity minus infinity",
+        fix="mask with a large negative finite number instead of -inf",
+        rule=rules.infinities,
+    ),
+    CauseRow(
+        name="overflow_fp16",
+        title="overflow of fp16",
+        fix="scale down before this op, normalise, or run it in bf16 or fp32",
+        helps=("fp32", "fix_code", "skip"),
+        rule=rules.overflow,
+    ),
+    CauseRow(
+        name="overflow_any_precision",
+        title="overflow in any precision",
+        fix="bound the values: normalise between layers, clamp, or leave out extreme inputs",
+        helps=("fix_code", "skip", "fix_data"),
+    ),
+    CauseRow(
+        name="zero_over_zero",
+        title="zero divided by zero",
+        fix="clamp the denominator: x / y.clamp(min=eps), or leave such entries out",
+        rule=rules.loss_over_nothing,
+    ),
+)
+"""The values of the operands decide."""
 
+_FOUND_ELSEWHERE = (
+    CauseRow(
+        name="input_nonfinite",
+        title="non-finite data",
+        fix="clean the data, or mask such entries before they are used",
+        helps=("skip", "fix_data"),
+    ),
+    CauseRow(
+        name="gradient_explosion",
+        title="exploding gradients",
+        fix="lower the learning rate and clip the gradient norm",
+        helps=("clip", "lower_lr", "fix_code"),
+    ),
+    CauseRow(
+        name="parameter_corrupted",
+        title="corrupted parameter",
+        fix="find what wrote to this parameter (initialisation, checkpoint, weight surgery)",
+        helps=("fix_code",),
+    ),
+    CauseRow(
+        name="buffer_corrupted",
+        title="corrupted buffer",
+        fix="do not update the buffer from such a batch, and reset it",
+        helps=("fix_code", "fix_data"),
+    ),
+    CauseRow(
+        name="optimizer_state_corrupted",
+        title="corrupted optimizer state",
+        fix="find what wrote to the optimizer's state; restore it from a good checkpoint",
+        helps=("fix_code", "fix_data"),
+    ),
+    CauseRow(
+        name="optimizer_eps_underflow",
+        title="an optimizer eps that is zero in this format",
+        fix="use an eps that the parameters' format can hold (1e-4 in fp16), or fp32 parameters",
+        helps=("fp32", "fix_code"),
+    ),
+    CauseRow(
+        name="loss_scale_overflow",
+        title="loss scale too large",
+        fix="lower the loss scale, or let it adapt by itself",
+        helps=("skip", "fix_code"),
+    ),
+    CauseRow(
+        name="attention_logit_growth",
+        title="attention logits that keep growing",
+        fix="scale or normalise queries and keys (QK-norm), or lower their learning rate",
+        helps=("lower_lr", "fp32", "fix_code"),
+    ),
+    CauseRow(
+        name="nondeterministic_hardware_fault",
+        title="a fault that does not repeat: hardware, or a race",
+        fix="nothing in the program: skip the step; if it happens again, take the device out",
+        helps=("skip",),
+    ),
+    CauseRow(
+        name="unknown",
+        title="unknown",
+        fix="look at the operands above and at the line that made them",
+        helps=("skip",),
+    ),
+)
+"""Found by ``state_faults``, ``op_faults``, ``process`` and ``Examiner``."""
 
-def all_rules() -> Iterable[Rule]:
-    """Every rule of the table, for whoever checks that each is tested."""
-    yield from (*RULES[:-1], *_VALUE_RULES)
+TABLE: tuple[CauseRow, ...] = (*_BY_ORIGIN, *_BY_VALUE, *_FOUND_ELSEWHERE)

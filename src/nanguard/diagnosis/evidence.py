@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanguard.diagnosis.look import can_look, largest, live_modules, look, place_of_first, rows_all_neginf, value_at
+from nanguard.diagnosis.look import can_look, count_values, largest, look, place_of_first, rows_all_neginf, value_at
 from nanguard.records.diagnosis import Operand
 
 _MOST_RECOMPUTED = 1 << 28
@@ -141,7 +141,7 @@ def _rows(bad: Tensor) -> tuple[int, ...]:
 
 
 def _operand(name: str, tensor: Tensor, value: float | None = None) -> Operand:
-    seen = live_modules(tensor)
+    seen = count_values(tensor)
     return Operand(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),

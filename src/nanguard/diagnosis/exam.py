@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanguard.diagnosis.inventory import Inventory
-from nanguard.diagnosis.provenance import Event, Leaf, Note
+from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import Run
 from nanguard.records.diagnosis import Link, Operand, Stretch
@@ -53,7 +53,7 @@ class Exam:
         """Of the user's program."""
         return self.inventory.files(*(micro.loss_fn for micro in self.pending.microbatches), *map(type, others))
 
-    def samples_of(self, event: Event) -> tuple[int, ...]:
+    def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
         """The entries of the first dimension that are concerned, where that is the batch's."""
         if not self.pending.microbatches:
             return ()
@@ -92,7 +92,7 @@ class Exam:
         return tuple(stretches[-_MOST_STRETCHES:])
 
 
-def link_of(event: Event) -> Link:
+def link_of(event: TraceEvent) -> Link:
     note = event.note
     return Link(
         op=note.name or event.origin,
@@ -104,14 +104,14 @@ def link_of(event: Event) -> Link:
     )
 
 
-def links_of(events: Sequence[Event]) -> tuple[Link, ...]:
+def links_of(events: Sequence[TraceEvent]) -> tuple[Link, ...]:
     """A chain without casts, copies and views between its ends, and its middle left out where it is long."""
     telling = [e for e in events if e.note.op not in _DULL or e in (events[0], events[-1])]
     kept = telling if len(telling) <= 12 else [*telling[:8], *telling[-4:]]
     return tuple(link_of(event) for event in kept)
 
 
-def operands_of(event: Event) -> tuple[Operand, ...]:
+def operands_of(event: TraceEvent) -> tuple[Operand, ...]:
     output = event.evidence.output
     return event.evidence.operands + (() if output is None else (output,))
 

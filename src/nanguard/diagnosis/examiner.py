@@ -10,17 +10,17 @@ from dataclasses import replace
 
 from nanguard import _compat
 from nanguard.diagnosis import authorship, blame
+from nanguard.diagnosis.causes import titled, with_remedy
 from nanguard.diagnosis.exam import Exam, Past, device_name, link_of, links_of, parameters_in
-from nanguard.diagnosis.op_faults import of_birth
+from nanguard.diagnosis.op_faults import op_fault
 from nanguard.diagnosis.process import as_a_process
 from nanguard.diagnosis.provenance import Note
-from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.state_faults import of_stranger
+from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.trials import Trials
 from nanguard.diagnosis.watched import Run
-from nanguard.records.diagnosis import Diagnosis, Fix, Source, Trial
+from nanguard.records.diagnosis import Diagnosis, Source, Trial
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of
 from nanguard.step.dry_run import DryRun
@@ -84,18 +84,16 @@ class Examiner:
         """What a trace says, without any experiment but that of older weights."""
         finding = blame.find(exam.run.trace, exam.run.ends)
         if finding is None:
-            return Diagnosis(phase="forward", cause="unknown", because="it showed, but no op was seen to make it")
-        diagnosis = of_stranger(exam, finding)
+            because = "it showed, but no op was seen to make it"
+            return titled(Diagnosis(phase="forward", cause="unknown", because=because))
+        diagnosis = state_fault(exam, finding)
         if diagnosis is None:
-            diagnosis = as_a_process(exam, of_birth(exam, finding), finding.event)
-        remedy = REMEDIES[diagnosis.cause]
+            diagnosis = as_a_process(exam, op_fault(exam, finding), finding.event)
         return replace(
-            diagnosis,
+            with_remedy(diagnosis),
             chain=links_of(finding.chain),
             harmless=tuple(link_of(event) for event in finding.harmless),
             trail=exam.trail(),
-            fix=Fix(words=remedy.words),
-            remedies=remedy.helps,
         )
 
     def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:
@@ -124,8 +122,7 @@ class Examiner:
             module = hooked[0]
             note = _last_op_of(exam.run.trace, module) or note
         where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.state.device)}"
-        remedy = REMEDIES["nondeterministic_hardware_fault"]
-        return Diagnosis(
+        diagnosis = Diagnosis(
             phase="optimizer" if "update" in reading.found else "backward" if in_backward else "forward",
             cause="nondeterministic_hardware_fault",
             op="" if note is None else note.name,
@@ -137,13 +134,12 @@ class Examiner:
                 Trial(what="the same step again, watched", result="finite"),
                 Trial(what="the same step once more", result="finite" if again else "non-finite"),
             ),
-            fix=Fix(words=remedy.words),
-            remedies=remedy.helps,
             confidence="likely" if again else "guess",
             repeats=False,
             depth="full",
             notes=("a program that draws from generators torch does not know of would look the same",),
         )
+        return with_remedy(diagnosis)
 
 
 def _before_the_damage(replay: Replay, past: Past) -> Run | None:

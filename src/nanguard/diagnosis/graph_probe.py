@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from nanguard import _compat
+from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
-from nanguard.diagnosis.remedies import REMEDIES
-from nanguard.diagnosis.slicing import Program
+from nanguard.diagnosis.slicing import ProgramSource
 from nanguard.diagnosis.trace import Trace, forward_op
 from nanguard.diagnosis.watched import Run
-from nanguard.records.diagnosis import Cause, Diagnosis, Fix, Source
+from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Reading
 from nanguard.source.frames import Place, user_files
 from nanguard.source.modules import Modules
@@ -39,7 +39,7 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Ops of which the operand is kept."""
 
-_BY_RESULT: dict[str, tuple[Cause, str]] = {
+_BY_RESULT: dict[str, tuple[str, str]] = {
     "exp": ("exp_overflow", "the result exceeds what its format can hold"),
     "expm1": ("exp_overflow", "the result exceeds what its format can hold"),
     "sqrt": ("sqrt_of_negative", "the root of a negative number was taken"),
@@ -74,10 +74,15 @@ def examine_graph(losses: Iterable[Tensor], backward_at: Place | None) -> GraphF
 
 
 def read(
-    graph_finding: GraphFinding, parts: StepParts, doctor: Examiner, pending: PendingStep, reading: Reading, past: Past
+    graph_finding: GraphFinding,
+    parts: StepParts,
+    examiner: Examiner,
+    pending: PendingStep,
+    reading: Reading,
+    past: Past,
 ) -> Diagnosis:
     """Op and cause from the graph; the line by reading the program."""
-    diagnosis = _by_running_it(graph_finding, parts, doctor, pending, past)
+    diagnosis = _by_running_it(graph_finding, parts, examiner, pending, past)
     if diagnosis is None:
         cause, words = _BY_RESULT.get(graph_finding.op, ("unknown", "no operand of it was kept"))
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf
@@ -85,7 +90,7 @@ def read(
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
     source = _line_of(graph_finding)
     return replace(
-        diagnosis,
+        with_remedy(diagnosis),
         phase="forward",
         op=graph_finding.op,
         module="",
@@ -95,8 +100,6 @@ def read(
         chain=(),
         harmless=(),
         trail=(),
-        fix=Fix(words=REMEDIES[diagnosis.cause].words),
-        remedies=REMEDIES[diagnosis.cause].helps,
         confidence="guess" if source is None else "likely",
         capture="graph",
         step=reading.step,
@@ -106,7 +109,7 @@ def read(
 
 
 def _by_running_it(
-    graph_finding: GraphFinding, parts: StepParts, doctor: Examiner, pending: PendingStep, past: Past
+    graph_finding: GraphFinding, parts: StepParts, examiner: Examiner, pending: PendingStep, past: Past
 ) -> Diagnosis | None:
     """The op alone, traced: what is known of causes is asked of its operands."""
     if graph_finding.again is None:
@@ -115,7 +118,7 @@ def _by_running_it(
     with torch.no_grad(), run.trace:
         result = graph_finding.again()
     run.look_at_loss(result)
-    return None if run.is_finite else doctor.read(Exam(parts, pending, run, past, None))
+    return None if run.is_finite else examiner.read(Exam(parts, pending, run, past, None))
 
 
 # ---- the graph -------------------------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def _line_of(graph_finding: GraphFinding) -> Source | None:
     if graph_finding.backward_at is None:
         return None
     file, number, _ = graph_finding.backward_at
-    program = Program(tuple(dict.fromkeys((file, *user_files([])))))
+    program = ProgramSource(tuple(dict.fromkeys((file, *user_files([])))))
     for lines in (program.lines_behind(file, number, graph_finding.op), program.lines_with(graph_finding.op)):
         if len(lines) == 1:
             return lines[0]

@@ -31,7 +31,7 @@ NOTHING = Look(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class ValueCounts:
     """What a tensor holds: how many of each kind, and the range of what is finite (0, 0 where nothing is)."""
 
     num: int
@@ -62,7 +62,7 @@ def look(tensor: Tensor) -> Look:
     return Look(*torch.stack([low, high]).tolist())
 
 
-def live_modules(tensor: Tensor) -> Census:
+def count_values(tensor: Tensor) -> ValueCounts:
     """Counts and ranges, chunk by chunk: a large tensor takes no more memory than a chunk."""
     values = real(tensor.detach()).reshape(-1) if tensor.numel() else tensor.new_zeros(0)
     nan = posinf = neginf = 0
@@ -76,7 +76,7 @@ def live_modules(tensor: Tensor) -> Census:
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     if low > high:
         low = high = 0.0
-    return Census(values.numel(), nan, posinf, neginf, low, high)
+    return ValueCounts(values.numel(), nan, posinf, neginf, low, high)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from nanguard.diagnosis.blame import Finding
-from nanguard.diagnosis.causes import Case, name_cause
+from nanguard.diagnosis.blame import TraceFinding
+from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, plain_dtype, size_of
-from nanguard.diagnosis.provenance import PARAMETER, Event, Note
-from nanguard.records.diagnosis import Cause, Diagnosis, Phase
+from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
+from nanguard.diagnosis.rules import Case
+from nanguard.records.diagnosis import Diagnosis, Phase
 from nanguard.source.frames import source_of
 
 _LARGEST_FP16 = 65504.0
@@ -17,7 +18,7 @@ _JUMP = 64.0
 """By how much an op must make gradients grow to be blamed for it."""
 
 
-def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
+def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
     """Cause, op, module and line of a birth."""
     run, event, note = exam.run, finding.event, finding.event.note
     cause, because = name_cause(Case(run.trace, finding))
@@ -41,7 +42,7 @@ def of_birth(exam: Exam, finding: Finding) -> Diagnosis:
     return _upstream(exam, diagnosis, event)
 
 
-def _op(exam: Exam, note: Note, event: Event) -> str:
+def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
     """A constant that torch's own code brings along belongs to the op that the line calls: logdet has its own NaN."""
     if event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
         near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
@@ -58,7 +59,7 @@ def _module(exam: Exam, note: Note) -> str:
 # ---- the executing line is innocent ----------------------------------------------------------------------------------
 
 
-def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
+def _upstream(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """Where a gradient overflows fp16, what made it so large is to blame, not the op that could not hold it."""
     if diagnosis.cause != "overflow_fp16" or diagnosis.phase != "backward":
         return diagnosis
@@ -71,7 +72,7 @@ def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
     if blamed is None:
         return diagnosis
     source = source_of(blamed.place)
-    cause: Cause = "overflow_fp16"
+    cause = "overflow_fp16"
     if blamed.node == "mul" and math.prod(blamed.shape) == 1:
         factor = max(map(abs, blamed.scalars), default=size_of(blamed))
         cause = "loss_scale_overflow"
@@ -84,7 +85,7 @@ def _upstream(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
     return replace(diagnosis, cause=cause, source=source, module=blamed.module, because=because)
 
 
-def _largest_jump(event: Event) -> Note | None:
+def _largest_jump(event: TraceEvent) -> Note | None:
     """On the way of a gradient from the loss to where it overflowed: the op that made it grow most, if one did.
 
     None where that is the op of the birth itself. Products of matrices sum over many entries and are no jumps.

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
 from nanguard.diagnosis.look import largest
-from nanguard.diagnosis.provenance import Event
+from nanguard.diagnosis.provenance import TraceEvent
 from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
-from nanguard.records.diagnosis import Cause, Diagnosis
+from nanguard.records.diagnosis import Diagnosis
 
-_OVERFLOWS: tuple[Cause, ...] = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
+_OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 _GREW, _ROSE = 8.0, 50.0
 """By how much operands must have grown since a snapshot, and readings over the last steps, to be called growth."""
 
@@ -24,7 +24,7 @@ _ABSURD, _SANE = 1e12, 1e4
 _PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
 
 
-def as_a_process(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
+def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """The same diagnosis, or that of a process behind it."""
     if diagnosis.cause not in _OVERFLOWS or diagnosis.phase not in ("forward", "backward"):
         return diagnosis
@@ -54,7 +54,7 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: Event) -> Diagnosis:
     )
 
 
-def _huge_parameter(exam: Exam, event: Event) -> tuple[str, float] | None:
+def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
     """A parameter of absurd size that was so from the start, and its size."""
     parameters = exam.inventory.parameters()
     for leaf in filter(None, map(parameter_behind, event.note.parents)):
@@ -70,7 +70,7 @@ def _huge_parameter(exam: Exam, event: Event) -> tuple[str, float] | None:
     return None
 
 
-def _growth(exam: Exam, event: Event) -> tuple[float, float, int] | None:
+def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:
     """How large the operands of an op were with the weights of the oldest snapshot, how large they are, since when."""
     past, replay, note = exam.past, exam.replay, event.note
     if replay is None or past.older_weights is None or past.oldest_step is None:
@@ -87,7 +87,7 @@ def _growth(exam: Exam, event: Event) -> tuple[float, float, int] | None:
     return (then, now, past.oldest_step) if same and now > _GREW * max(then, 1e-30) else None
 
 
-def _is_attention(event: Event, trace: Trace) -> bool:
+def _is_attention(event: TraceEvent, trace: Trace) -> bool:
     """A product of two things that are no parameters, on its way into a softmax."""
     note = event.note
     if "dot_product" in note.op:

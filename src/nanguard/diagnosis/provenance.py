@@ -24,7 +24,7 @@ class Leaf:
     roots: int
     look: Look
     owner: str = ""
-    event: Event | None = None
+    event: TraceEvent | None = None
 
 
 @dataclass(slots=True)
@@ -60,13 +60,13 @@ class Note:
 
 
 @dataclass(slots=True)
-class Event:
+class TraceEvent:
     """An op with a non-finite output. ``wrote`` names the parameter, buffer or state that it wrote to."""
 
     note: Note
     kind: Kind
     has_nan: bool
-    parents: tuple[Event, ...] = ()
+    parents: tuple[TraceEvent, ...] = ()
     evidence: Evidence = field(default_factory=without_evidence)
     origin: str = ""
     wrote: str = ""
@@ -79,4 +79,4 @@ class Swallow:
     """An op that took non-finite values and gave finite ones."""
 
     note: Note
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from nanguard.diagnosis import graph_probe
+from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
@@ -49,7 +50,7 @@ class DiagnosisScheduler:
 
     def __init__(self, parts: StepParts, dry_run: DryRun, how: How) -> None:
         self._parts, self._how = parts, how
-        self._doctor = Examiner(parts, dry_run)
+        self._examiner = Examiner(parts, dry_run)
         self.live = Live(parts)
         self.advice = ""
         """What to do to have more found out, where the step cannot be handed over."""
@@ -151,15 +152,15 @@ class DiagnosisScheduler:
         if self._parts.ranks.has_others and any(isinstance(m, nn.SyncBatchNorm) for m in self._parts.modules):
             return None  # its forward pass waits for the other ranks, which may not be looking
         if pending.rerunnable and pending.microbatches:
-            return self._doctor.examine(pending, reading, past, self._is_deep, update=update)
+            return self._examiner.examine(pending, reading, past, self._is_deep, update=update)
         if pending.live is not None and not pending.live.is_finite:
             if reading.found not in self._traced:
                 self.live.search.found()
             exam = Exam(self._parts, pending, pending.live, past, None)
-            traced = replace(self._doctor.located(self._doctor.read(exam), exam, reading), capture="live")
+            traced = replace(self._examiner.located(self._examiner.read(exam), exam, reading), capture="live")
             self._traced[reading.found] = traced
             return traced
-        diagnosis = self._doctor.examine_update(pending, reading, past) if update else None
+        diagnosis = self._examiner.examine_update(pending, reading, past) if update else None
         if diagnosis is not None:
             return diagnosis
         if pending.calls:
@@ -173,7 +174,7 @@ class DiagnosisScheduler:
         return diagnosis
 
     def _by_its_graph(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
-        diagnosis = graph_probe.read(pending.graph_finding, self._parts, self._doctor, pending, reading, past)
+        diagnosis = graph_probe.read(pending.graph_finding, self._parts, self._examiner, pending, reading, past)
         return None if diagnosis.cause == "unknown" else diagnosis
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
@@ -201,7 +202,7 @@ class DiagnosisScheduler:
             past = replace(past, older_weights=None)
         again = replace(pending, rerunnable=True, divisor=1, microbatches=micros)
         with self._parts.precision.unscaled():  # the captured gradients are scaled already
-            diagnosis = self._doctor.examine(again, reading, past, self._is_deep)
+            diagnosis = self._examiner.examine(again, reading, past, self._is_deep)
         if diagnosis is None:
             return None
         from_outside = diagnosis.phase == "data" and ".gradients" in diagnosis.because
@@ -253,7 +254,7 @@ def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool
         because = "the model's forward pass is finite; the gradient of its output was too large to be kept"
     else:
         because = "the model is finite on what it was given, forward and backward: it is born in the code around it"
-    return Diagnosis(
+    found = Diagnosis(
         phase="backward" if gradient_is_bad else diagnosis.phase,
         cause="unknown",
         because=because,
@@ -268,10 +269,11 @@ def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool
         num_replays=diagnosis.num_replays,
         seconds=diagnosis.seconds,
     )
+    return titled(found)
 
 
 def _of_nothing(reading: Reading) -> Diagnosis:
-    return Diagnosis(
+    diagnosis = Diagnosis(
         phase="forward" if "loss" in reading.found else "backward",
         cause="unknown",
         because="nothing of this step was captured that could be run again",
@@ -280,3 +282,4 @@ def _of_nothing(reading: Reading) -> Diagnosis:
         epoch=reading.epoch,
         batch=reading.batch,
     )
+    return titled(diagnosis)

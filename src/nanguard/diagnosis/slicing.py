@@ -33,7 +33,7 @@ class Origin:
 
 
 @dataclass(slots=True)
-class Program:
+class ProgramSource:
     """The parsed files of a program."""
 
     files: tuple[str, ...]

@@ -9,18 +9,19 @@ from dataclasses import replace
 import torch
 
 from nanguard.diagnosis import authorship
-from nanguard.diagnosis.blame import Finding
-from nanguard.diagnosis.causes import Case, name_cause
+from nanguard.diagnosis.blame import TraceFinding
+from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
-from nanguard.diagnosis.provenance import OTHER, Event, Leaf, Note
-from nanguard.records.diagnosis import Cause, Diagnosis, Source
+from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
+from nanguard.diagnosis.rules import Case
+from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.batches import named_tensors, num_samples
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
 
 
-def of_stranger(exam: Exam, finding: Finding) -> Diagnosis | None:
+def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
     """None where an op is to blame."""
     if exam.run.found == "update":
         return _of_update(exam, _first_in_backward(exam, finding))
@@ -33,7 +34,7 @@ def of_stranger(exam: Exam, finding: Finding) -> Diagnosis | None:
 # ---- what was there before the step ----------------------------------------------------------------------------------
 
 
-def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
+def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     event = finding.event
     kind, _, name = event.origin.partition(" ")
     user = _first_use(exam, finding)
@@ -79,7 +80,7 @@ def _of_outside(exam: Exam, finding: Finding) -> Diagnosis:
     )
 
 
-def _first_use(exam: Exam, finding: Finding) -> Note | None:
+def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
     """The first op that used what came from outside, but for casts and copies."""
     line = {id(finding.event)}
     for event in exam.run.trace.events:
@@ -168,7 +169,7 @@ def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
 # ---- what the program writes during the step -------------------------------------------------------------------------
 
 
-def _write_on_the_way(finding: Finding) -> Event | None:
+def _write_on_the_way(finding: TraceFinding) -> TraceEvent | None:
     """The first event of the forward pass, from the birth on, that wrote into a parameter or optimizer state."""
     for event in finding.chain:
         if event.note.phase == "forward" and event.wrote.startswith(("parameter ", "state ")):
@@ -176,7 +177,7 @@ def _write_on_the_way(finding: Finding) -> Event | None:
     return None
 
 
-def _of_write(exam: Exam, finding: Finding, write: Event) -> Diagnosis:
+def _of_write(exam: Exam, finding: TraceFinding, write: TraceEvent) -> Diagnosis:
     note, (kind, _, name) = finding.event.note, write.wrote.partition(" ")
     is_computed = finding.event.kind in ("birth", "turned")
     why = name_cause(Case(exam.run.trace, finding))[1] if is_computed else "a constant"
@@ -197,7 +198,7 @@ def _of_write(exam: Exam, finding: Finding, write: Event) -> Diagnosis:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
+def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
     """Finite gradients, and an optimizer that makes something else of them."""
     event, note, run = finding.event, finding.event.note, exam.run
     name = note.owner or run.names[0].rpartition(" ")[2]
@@ -233,14 +234,14 @@ def _of_update(exam: Exam, finding: Finding) -> Diagnosis:
     )
 
 
-def _cause_of_update(exam: Exam, finding: Finding) -> tuple[Cause, str]:
+def _cause_of_update(exam: Exam, finding: TraceFinding) -> tuple[str, str]:
     if finding.event.kind == "outside":
         name = finding.event.origin.partition(" ")[2]
         return "optimizer_state_corrupted", f"{name} is non-finite before the update"
     return name_cause(Case(exam.run.trace, finding))
 
 
-def _line_of_state(exam: Exam, event: Event, name: str) -> Source | None:
+def _line_of_state(exam: Exam, event: TraceEvent, name: str) -> Source | None:
     """Where the program writes to the optimizer's state itself: seen in this step, or found in its source."""
     for wrote, note in exam.run.trace.writes.items():
         if wrote.startswith("state ") and wrote.endswith(f" of {name}"):
@@ -253,7 +254,7 @@ def _line_of_state(exam: Exam, event: Event, name: str) -> Source | None:
     return authorship.line_that_sets_entry(keys[0], exam.files()) if keys else None
 
 
-def _first_in_backward(exam: Exam, finding: Finding) -> Finding:
+def _first_in_backward(exam: Exam, finding: TraceFinding) -> TraceFinding:
     """Of several parameters that one line of the optimizer fails for, the one that backward reaches first.
 
     What made its gradient so special comes before what made those of the others.

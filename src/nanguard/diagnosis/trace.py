@@ -26,7 +26,18 @@ from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_look, look
 from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
-from nanguard.diagnosis.provenance import BATCH, OTHER, PARAMETER, STATE, Event, EventPhase, Kind, Leaf, Note, Swallow
+from nanguard.diagnosis.provenance import (
+    BATCH,
+    OTHER,
+    PARAMETER,
+    STATE,
+    EventPhase,
+    Kind,
+    Leaf,
+    Note,
+    Swallow,
+    TraceEvent,
+)
 from nanguard.source.frames import Site, find_site
 from nanguard.source.modules import Modules
 
@@ -47,7 +58,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, modules: Modules, save: Callable[[str, Tensor], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.swallowed: list[Swallow] = []
         self.writes: dict[str, Note] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -60,7 +71,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: list[Any] = []
         self._watched: dict[int, str] = {}
         self._made: dict[int, Note] = {}
-        self._bad: dict[int, tuple[Event, ...]] = {}
+        self._bad: dict[int, tuple[TraceEvent, ...]] = {}
         self._sites: dict[tuple[int, int], tuple[str, Site]] = {}
         self._main = threading.get_ident()
 
@@ -88,10 +99,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaf.event = self._outside(name, leaf, tensor, owner)
             self._bad[key] = (leaf.event,)
 
-    def _outside(self, name: str, leaf: Leaf, tensor: Tensor, owner: str = "") -> Event:
+    def _outside(self, name: str, leaf: Leaf, tensor: Tensor, owner: str = "") -> TraceEvent:
         note = Note(-1, "", "forward", None, "", owner=owner, roots=leaf.roots)
         note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
-        event = Event(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
+        event = TraceEvent(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
         may_be_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE)
         may_be_mask = may_be_mask and not (leaf.roots & BATCH and event.has_posinf)  # a weight of Inf, say
         event.is_mask = may_be_mask and _is_mask(tensor)
@@ -100,7 +111,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def events_of(self, tensor: Tensor) -> tuple[Event, ...]:
+    def events_of(self, tensor: Tensor) -> tuple[TraceEvent, ...]:
         """Where the non-finite values of a tensor come from."""
         return self._bad.get(_compat.storage_key(tensor), ())
 
@@ -262,7 +273,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _bad_inputs(
         self, note: Note, inputs: list[tuple[str, Tensor]], before: dict[int, Tensor]
-    ) -> list[tuple[Tensor, tuple[Event, ...]]]:
+    ) -> list[tuple[Tensor, tuple[TraceEvent, ...]]]:
         """The inputs that hold something non-finite, with where that came from."""
         bad = []
         for name, tensor in inputs:
@@ -292,9 +303,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs: list[tuple[str, Tensor]],
         sources: list[Note | Leaf | None],
         before: dict[int, Tensor],
-        bad: list[tuple[Tensor, tuple[Event, ...]]],
+        bad: list[tuple[Tensor, tuple[TraceEvent, ...]]],
         worst: list[tuple[Tensor, Look]],
-    ) -> Event:
+    ) -> TraceEvent:
         output, seen = worst[0]
         parents = tuple({id(event): event for _, events in bad for event in events}.values())
         values = [(name, before.get(id(tensor), tensor)) for name, tensor in inputs]
@@ -315,7 +326,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kind = "birth"
             elif seen.has_nan and not nan_before:
                 kind = "turned"
-        event = Event(note, kind, seen.has_nan, parents, has_posinf=_has_posinf(output, seen))
+        event = TraceEvent(note, kind, seen.has_nan, parents, has_posinf=_has_posinf(output, seen))
         event.wrote = next((self._watched[k] for k in map(_compat.storage_key, [output]) if k in self._watched), "")
         if kind in ("birth", "turned"):
             num = sum(e.kind in ("birth", "turned") for e in self.events)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
-from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Event, Note
+from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.source.frames import Place
 from nanguard.step.evidence import nonfinite_names
@@ -27,7 +27,7 @@ class Run:
     trace: Trace
     found: str = ""
     names: tuple[str, ...] = ()
-    ends: tuple[Event, ...] = ()
+    ends: tuple[TraceEvent, ...] = ()
     microbatch: int = 0
     loss: Note | None = None
     hooks: list[tuple[Place, str]] = field(default_factory=list)

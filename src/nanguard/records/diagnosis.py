@@ -15,40 +15,6 @@ Phase = Literal["forward", "backward", "data", "parameter", "buffer", "optimizer
 finite. ``data``: the batch holds it. ``parameter``, ``buffer``: it was there before it was used. ``optimizer``: finite
 gradients, non-finite update."""
 
-Cause = Literal[
-    "unknown",
-    "input_nonfinite",
-    "label_out_of_domain",
-    "overflow_fp16",
-    "overflow_any_precision",
-    "gradient_explosion",
-    "exp_overflow",
-    "log_of_zero",
-    "log_of_negative",
-    "div_by_zero",
-    "zero_over_zero",
-    "division_by_near_zero_norm",
-    "sqrt_of_negative",
-    "sqrt_grad_at_zero",
-    "pow_negative_base",
-    "acos_asin_domain",
-    "std_of_single_element",
-    "masked_softmax_all_neg_inf",
-    "inf_minus_inf",
-    "zero_times_inf",
-    "eps_underflow",
-    "ctc_inf",
-    "uninitialized_memory",
-    "parameter_corrupted",
-    "buffer_corrupted",
-    "optimizer_state_corrupted",
-    "optimizer_eps_underflow",
-    "loss_scale_overflow",
-    "attention_logit_growth",
-    "nondeterministic_hardware_fault",
-    "custom_backward_bug",
-]
-
 Confidence = Literal["certain", "likely", "guess"]
 """``certain``: an experiment on this very step confirms it. ``likely``: the values say so. ``guess``: little speaks."""
 
@@ -145,7 +111,8 @@ class Diagnosis:
     """
 
     phase: Phase
-    cause: Cause
+    cause: str
+    title: str = ""
     op: str = ""
     module: str = ""
     source: Source | None = None
@@ -182,6 +149,11 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Plain containers only; ``from_dict`` reads it back."""
         return asdict(self)
+
+    @property
+    def words(self) -> str:
+        """The cause in words. Logs of older versions have no title; for them it is the name of the cause."""
+        return self.title or self.cause.replace("_", " ")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:

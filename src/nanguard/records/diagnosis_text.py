@@ -8,39 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nanguard.records.diagnosis import Diagnosis, Link, Operand, Source
 
-CAUSES = {
-    "unknown": "unknown",
-    "input_nonfinite": "non-finite data",
-    "label_out_of_domain": "a target outside the domain of the loss",
-    "overflow_fp16": "overflow of fp16",
-    "overflow_any_precision": "overflow in any precision",
-    "gradient_explosion": "exploding gradients",
-    "exp_overflow": "overflow of an exponential",
-    "log_of_zero": "logarithm of zero",
-    "log_of_negative": "logarithm of a negative number",
-    "div_by_zero": "division by zero",
-    "zero_over_zero": "zero divided by zero",
-    "division_by_near_zero_norm": "division by a norm that is zero",
-    "sqrt_of_negative": "root of a negative number",
-    "sqrt_grad_at_zero": "derivative of a root at zero",
-    "pow_negative_base": "fractional power of a negative number",
-    "acos_asin_domain": "argument outside the domain",
-    "std_of_single_element": "deviation of a single element",
-    "masked_softmax_all_neg_inf": "softmax of a row that is masked entirely",
-    "inf_minus_inf": "infinity minus infinity",
-    "zero_times_inf": "zero times infinity",
-    "eps_underflow": "an eps that is zero in this format",
-    "ctc_inf": "CTC target that cannot be aligned",
-    "uninitialized_memory": "uninitialised memory",
-    "parameter_corrupted": "corrupted parameter",
-    "buffer_corrupted": "corrupted buffer",
-    "optimizer_state_corrupted": "corrupted optimizer state",
-    "optimizer_eps_underflow": "an optimizer eps that is zero in this format",
-    "loss_scale_overflow": "loss scale too large",
-    "attention_logit_growth": "attention logits that keep growing",
-    "nondeterministic_hardware_fault": "a fault that does not repeat: hardware, or a race",
-    "custom_backward_bug": "a bug in a hand-written backward",
-}
 _CAPTURED = {
     "step": "the whole step was replayed",
     "module": "the model was replayed from its captured inputs and the gradient of its output",
@@ -56,7 +23,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and text of each row of a panel."""
     if diagnosis.op or diagnosis.module or diagnosis.source is not None:
         yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
-    yield "because", f"{CAUSES[diagnosis.cause]}: {diagnosis.because}"
+    yield "because", f"{diagnosis.words}: {diagnosis.because}"
     if diagnosis.samples:
         places = "index" if len(diagnosis.samples) == 1 else "indices"
         yield "samples", f"{places} {_numbers(diagnosis.samples)} of the batch{_element(diagnosis)}"
@@ -68,7 +35,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
 def panel_of(diagnosis: Diagnosis) -> str:
     """The diagnosis in a few lines."""
     at = "" if diagnosis.step is None else f"  step {diagnosis.step:,}"
-    head = f" nanguard{at}  {CAUSES[diagnosis.cause]} ({diagnosis.phase}, {diagnosis.confidence})"
+    head = f" nanguard{at}  {diagnosis.words} ({diagnosis.phase}, {diagnosis.confidence})"
     return "\n".join([head, *(f"   {name:<9} {text}" for name, text in rows(diagnosis))])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanguard.records.diagnosis import Diagnosis
-from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.markup import Child, tag
 from nanguard.records.notebook import QUIET, box, table
 from nanguard.records.panel import headline
@@ -44,4 +43,4 @@ def _last(incidents: Sequence[Incident]) -> Child:
 
 def _why(diagnosis: Diagnosis) -> str:
     where = diagnosis.module or (str(diagnosis.source) if diagnosis.source is not None else "")
-    return f"{CAUSES[diagnosis.cause]}{f' in {where}' if where else ''}"
+    return f"{diagnosis.words}{f' in {where}' if where else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nanguard.records.diagnosis_text import CAUSES, rows
+from nanguard.records.diagnosis_text import rows
 from nanguard.records.markup import Child, Markup, tag
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.92em"
 def diagnosis_html(diagnosis: Diagnosis) -> str:
     """The rows of the panel as a small table; the longer text in a fold."""
     at = "" if diagnosis.step is None else f"step {diagnosis.step:,}: "
-    head = f"{at}{CAUSES[diagnosis.cause]} ({diagnosis.phase}, {diagnosis.confidence})"
+    head = f"{at}{diagnosis.words} ({diagnosis.phase}, {diagnosis.confidence})"
     text = tag("pre", diagnosis.report(), style=f"{_MONO};overflow-x:auto;margin:6px 0 0")
     more = tag("details", tag("summary", "all that is known", style="cursor:pointer"), text, style="margin-top:6px")
     return box(head, table(rows(diagnosis)), more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanguard.records.diagnosis import Diagnosis
-from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.steps import Incident
 
 _LONG = 10
@@ -64,4 +63,4 @@ def _why(diagnosis: Diagnosis) -> str:
     probably = "" if diagnosis.is_line_traced else "probably "
     place = "" if diagnosis.source is None else f"{probably}{diagnosis.source}"
     where = f"{diagnosis.op} at {place}" if diagnosis.op and place and not probably else place or diagnosis.op
-    return CAUSES[diagnosis.cause] + (f" ({where})" if where else "")
+    return diagnosis.words + (f" ({where})" if where else "")

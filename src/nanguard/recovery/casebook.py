@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
-from nanguard.diagnosis.remedies import REMEDIES
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
 from nanguard.incidents.bundle import Bundles, Kept
-from nanguard.records.diagnosis import Diagnosis, Fix
+from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import as_seen
 from nanguard.state.snapshots.ring import SnapshotRing
@@ -88,8 +88,8 @@ def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
     if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
         return diagnosis  # the update, or the program, was seen to write to them in this very step
     more = f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
-    names, remedy = ", ".join(reading.damaged[:3]) + more, REMEDIES["parameter_corrupted"]
-    return replace(
+    names = ", ".join(reading.damaged[:3]) + more
+    damaged = replace(
         diagnosis,
         cause="parameter_corrupted",
         source=None,
@@ -99,6 +99,5 @@ def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
         because=f"{names} became non-finite behind step {reading.step - 1:,}: by its update, or by the program",
         notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
         confidence="guess",
-        fix=Fix(words=remedy.words),
-        remedies=remedy.helps,
     )
+    return with_remedy(damaged)

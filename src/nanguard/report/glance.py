@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.printable import printable
 from nanguard.runlog.reader import Event, IncidentRecord, Run, StepRecord
 from nanguard.runlog.repeats import likeness, refused_at_end
@@ -136,7 +135,7 @@ def why_in_words(incident: IncidentRecord) -> str:
     sure = "" if diagnosis.is_line_traced else "probably "
     line = "" if diagnosis.source is None else f"{sure}{diagnosis.source}"
     what = " in ".join(filter(None, [diagnosis.op, diagnosis.module]))
-    return printable(", ".join(filter(None, [CAUSES[diagnosis.cause], line, what])))
+    return printable(", ".join(filter(None, [diagnosis.words, line, what])))
 
 
 def alert_in_words(event: Event) -> str:

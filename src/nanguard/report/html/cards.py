@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanguard.records.diagnosis_text import CAUSES, facts, format_name, how_found
+from nanguard.records.diagnosis_text import facts, format_name, how_found
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.panel import headline, rows
 from nanguard.report.html.excerpt import excerpt
@@ -96,7 +96,7 @@ def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child
     because = f": {diagnosis.because}" if diagnosis.because else ""
     told: list[tuple[str, Child]] = [
         ("first in" if diagnosis.phase == "data" else "born in", [tag("code", where), _dotted(what)]),
-        ("because", [tag("strong", CAUSES[diagnosis.cause]), because]),
+        ("because", [tag("strong", diagnosis.words), because]),
         ("sure?", f"{diagnosis.confidence}: {_SURE[diagnosis.confidence]}"),
     ]
     yield tag(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nanguard.records.diagnosis_text import CAUSES
 from nanguard.records.markup import Child, tag
 from nanguard.records.panel import headline
 from nanguard.records.plain import plain
@@ -69,7 +68,7 @@ def fault_in_words(fault: Fault) -> str:
     """``overflow of fp16``: what it was."""
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
-        return CAUSES[diagnosis.cause]
+        return diagnosis.words
     noun = f"a {headline(fault.first.outcome).partition(':')[0]}"
     if diagnosis is not None:
         return f"{noun} of unknown cause"

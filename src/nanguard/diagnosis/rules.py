@@ -1,0 +1,361 @@
+"""The rules that name a cause from an op and the values of its operands.
+
+A rule returns the name of the cause and the reason in numbers, or None if it does not apply. It looks at values, never
+at names of programs. ``causes.TABLE`` lists the rules in the order in which they are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
+from nanguard.diagnosis.blame import TraceFinding, feeds_a_module
+from nanguard.diagnosis.evidence import Evidence
+from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Note, TraceEvent
+from nanguard.diagnosis.trace import Trace
+from nanguard.records.diagnosis import Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a rule is given."""
+
+    trace: Trace
+    finding: TraceFinding
+
+    @property
+    def event(self) -> TraceEvent:
+        return self.finding.event
+
+    @property
+    def note(self) -> Note:
+        return self.event.note
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.event.evidence
+
+    @property
+    def op(self) -> str:
+        return self.note.op
+
+    @property
+    def is_birth(self) -> bool:
+        return self.event.kind == "birth"
+
+    @property
+    def dtype(self) -> str:
+        return self.note.dtype.removeprefix("torch.")
+
+
+Found = tuple[str, str] | None
+Rule = Callable[[Case], Found]
+
+_SMALLEST = 2.0**-150
+"""At or below it nothing is left in fp32, which normalisations compute in."""
+
+_GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
+
+_NORMALISES = frozenset(
+    ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
+)
+_SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
+_ADDS = frozenset(
+    (
+        *("add", "baddbmm", "cumsum", "lerp", "logaddexp", "logcumsumexp", "logsumexp", "mean", "native_layer_norm"),
+        *("rsub", "sub", "sum", *_SPREADS),
+    )
+)
+
+
+# ---- operands --------------------------------------------------------------------------------------------------------
+
+
+def _argument(case: Case) -> Operand | None:
+    """What a function of one argument was given."""
+    return case.evidence.operand("self", "input", "x")
+
+
+def _value(operand: Operand | None) -> float | None:
+    return None if operand is None else operand.value
+
+
+def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
+    """Numerator, denominator, and the name of the latter's argument."""
+    evidence = case.evidence
+    if case.op in ("reciprocal", "rsqrt"):
+        return Operand(name="one", value=1.0), evidence.operand("self"), "self"
+    if case.op == "addcdiv":
+        return evidence.operand("tensor1"), evidence.operand("tensor2"), "tensor2"
+    return evidence.operand("self"), evidence.operand("other"), "other"
+
+
+def is_label(case: Case) -> bool:
+    """Whether the value depends on the batch alone and the model never sees it: a target, not an input."""
+    roots = case.note.roots
+    if not roots & BATCH or roots & (PARAMETER | BUFFER | STATE) or case.note.phase != "forward":
+        return False
+    return not feeds_a_module(case.trace, case.note)
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e5 else f"{value:.3g}"
+
+
+def reach(operand: Operand | None) -> float:
+    """The largest absolute finite value."""
+    if operand is None or operand.low is None or operand.high is None:
+        return 0.0
+    return max(abs(operand.low), abs(operand.high))
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def given(case: Case) -> Found:
+    """A value that an op brought along: memory that nobody wrote to, or torch's own NaN for what has no answer."""
+    if case.event.kind != "given" or not case.event.has_nan or case.note.node in _SPREADS:
+        return None
+    near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
+    if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
+        return "log_of_negative", "logdet of a matrix whose determinant is negative"
+    if not all(map(math.isfinite, case.note.scalars)):
+        return "unknown", f"{case.op} was given a NaN as a constant"
+    return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
+
+
+def ctc(case: Case) -> Found:
+    if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
+        return None
+    return "ctc_inf", "no alignment exists: a target is longer than its input allows, and the loss of it is infinite"
+
+
+def discarded(case: Case) -> Found:
+    if not case.finding.discarded or (case.event.has_nan and case.note.phase == "forward"):
+        return None
+    where = f"{case.note.name} is infinite where its result is not used"
+    return "zero_times_inf", f"{where}; dropped in the forward pass, it meets a gradient of 0 in the derivative"
+
+
+def root_gradient(case: Case) -> Found:
+    """The derivative of a root at zero; of acos and asin at the ends of their domain."""
+    if case.note.phase != "backward" or case.note.in_user_code:
+        return None
+    node = case.note.node
+    if node in ("acos", "asin", "acosh", "atanh", "erfinv", "linalg_vector_norm_angle"):
+        return "acos_asin_domain", f"the derivative of {node} is infinite at the end of its domain"
+    if node in ("sqrt", "hypot", "cdist", "euclidean_dist", "norm", "linalg_vector_norm", "std", "pairwise_distance"):
+        if case.evidence.finite_in and not _divides_by_zero(case):
+            return None
+        return "sqrt_grad_at_zero", f"the derivative of {node} at 0 is infinite, and an operand is exactly 0"
+    if node == "pow" and case.op == "pow":
+        base, exponent = _value(case.evidence.operand("self")), _value(case.evidence.operand("exponent"))
+        if base == 0 and exponent is not None and exponent < 0:
+            return "sqrt_grad_at_zero", f"the derivative of x**{exponent + 1:g} at 0 is infinite"
+    if node.startswith("linalg_") and node.removeprefix("linalg_") in ("svd", "eigh", "eig", "qr", "svdvals"):
+        return "div_by_zero", f"the derivative of {node} divides by differences of singular values, and two are equal"
+    return None
+
+
+def _divides_by_zero(case: Case) -> bool:
+    _, below, _ = _fraction(case)
+    return _value(below) == 0
+
+
+def exp(case: Case) -> Found:
+    if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
+        return None
+    top = _argument(case)
+    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8}.get(case.dtype, 88.7)
+    return "exp_overflow", f"{case.op} of {number(_value(top))} exceeds {case.dtype}: it ends at about {limit}"
+
+
+def log(case: Case) -> Found:
+    if case.op in ("linalg_slogdet", "slogdet", "logdet"):
+        return ("log_of_negative" if case.evidence.is_nan else "log_of_zero"), "the determinant is not positive"
+    if case.op not in ("log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
+        return None
+    name = "other" if "xlog" in case.op else "self"
+    value = _value(case.evidence.operand(name, "self"))
+    if value is None:
+        return None
+    shifted = value + 1 if case.op in ("log1p", "xlog1py") else value
+    if case.op == "logit":
+        shifted = min(value, 1 - value)
+    if shifted < 0:
+        if is_label(case):
+            return "label_out_of_domain", f"{case.op} of a target of {number(value)}: it must not be negative"
+        return "log_of_negative", f"{case.op} of {number(value)}, which is outside its domain"
+    if shifted == 0:
+        eps = vanished_eps(case.evidence.source(name))
+        if eps is not None:
+            return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:g} that was added is 0 in {eps[1]}"
+        return "log_of_zero", f"{case.op} of {number(value)}" + (" (exactly)" if value else "")
+    return None
+
+
+def divide(case: Case) -> Found:
+    if case.op not in ("div", "true_divide", "divide", "reciprocal", "addcdiv", "rsqrt", "remainder", "fmod"):
+        return None
+    top, below, name = _fraction(case)
+    divisor, dividend = _value(below), _value(top)
+    if divisor is None:
+        return None
+    source, over = case.evidence.source(name), case.evidence.source("self" if case.op != "addcdiv" else "tensor1")
+    if case.op == "rsqrt" and divisor < 0:
+        return "sqrt_of_negative", f"rsqrt of {number(divisor)}"
+    if divisor == 0:
+        eps = vanished_eps(source)
+        if eps is not None:
+            why = f"the eps of {eps[0]:g} that was added to the denominator is 0 in {eps[1]}"
+            return ("optimizer_eps_underflow" if case.note.phase == "optimizer" else "eps_underflow"), why
+        if dividend == 0:
+            if is_norm_of(source, over):
+                return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
+            return "zero_over_zero", "0 / 0"
+        if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
+            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
+        return "div_by_zero", f"{number(dividend)} / 0"
+    if not case.is_birth or dividend is None or not math.isfinite(divisor):
+        return None
+    if abs(divisor) < 1e-4 and case.evidence.finite_in != "fp32":
+        if is_norm_of(source, over) or is_norm(source):
+            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
+        return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
+    return None
+
+
+def sqrt(case: Case) -> Found:
+    value = _value(_argument(case))
+    if case.op != "sqrt" or value is None or value >= 0:
+        return None
+    if is_label(case):
+        return "label_out_of_domain", f"sqrt of a target of {number(value)}"
+    if case.note.phase == "optimizer" and is_state(case.evidence.source("self")):
+        return "optimizer_state_corrupted", f"sqrt of {number(value)}: a second moment can never be negative"
+    return "sqrt_of_negative", f"sqrt of {number(value)}"
+
+
+def power(case: Case) -> Found:
+    if case.op not in ("pow", "float_power"):
+        return None
+    base, exponent = (_value(case.evidence.operand(name)) for name in ("self", "exponent"))
+    if base is None or exponent is None:
+        return None
+    if base < 0 and exponent != int(exponent):
+        if is_label(case):
+            return "label_out_of_domain", f"a target of {number(base)} to the power of {exponent:g}"
+        return "pow_negative_base", f"{number(base)} to the power of {exponent:g}"
+    if base == 0 and exponent < 0:
+        return "div_by_zero", f"0 to the power of {exponent:g}"
+    return None
+
+
+def domain(case: Case) -> Found:
+    value = _value(_argument(case))
+    if case.op not in ("acos", "asin", "acosh", "atanh", "erfinv", "special_ndtri") or value is None:
+        return None
+    return "acos_asin_domain", f"{case.op} of {value:.8g}, which is at or beyond the end of its domain"
+
+
+def gamma(case: Case) -> Found:
+    value = _value(_argument(case))
+    if case.op not in ("lgamma", "digamma", "polygamma", "mvlgamma", "special_gammaln", "igamma", "igammac"):
+        return None
+    if value is None or value > 0:
+        return None
+    if is_label(case):
+        return (
+            "label_out_of_domain",
+            f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
+        )
+    return "log_of_zero", f"{case.op} has a pole at {number(value)}"
+
+
+def statistic(case: Case) -> Found:
+    count = case.evidence.count
+    if count is not None and case.op in _SPREADS and count <= case.evidence.correction:
+        words = f"{case.op} over {count} element{'s' * (count != 1)}"
+        return "std_of_single_element", f"{words} divides by {count} - {case.evidence.correction:g}"
+    if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
+        return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"
+    if count == 0:
+        return "zero_over_zero", f"{case.op} over nothing: every element was left out"
+    return None
+
+
+def softmax(case: Case) -> Found:
+    if not case.evidence.dead_rows:
+        return None
+    return "masked_softmax_all_neg_inf", "every entry of a row is -inf: the mask leaves nothing to attend to or choose"
+
+
+def infinities(case: Case) -> Found:
+    if case.is_birth:
+        return None
+    if case.event.kind in ("given", "heir"):
+        return _hidden(case)
+    values = [operand.value for operand in case.evidence.operands if operand.value is not None]
+    if case.op in _ADDS:
+        return "inf_minus_inf", "two infinities are subtracted from each other"
+    if case.note.node in ("logsumexp", "log_softmax", "softmax", "logcumsumexp"):
+        return "inf_minus_inf", "two infinities are subtracted from each other in the derivative"
+    if case.op in ("softmax", "log_softmax", "cos", "sin", "tan"):
+        return "inf_minus_inf", f"{case.op} of an infinity"
+    if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
+        return "inf_minus_inf", "an infinity is divided by an infinity"
+    return "zero_times_inf", "0 is multiplied by an infinity"
+
+
+def _hidden(case: Case) -> Found:
+    """An infinity that was put there, a mask, reaches the loss as such."""
+    if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
+        return None
+    return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
+
+
+def overflow(case: Case) -> Found:
+    """Finite in a wider format, or by far the largest of its operands."""
+    if not case.is_birth:
+        return None
+    wide, dtype = case.evidence.finite_in, case.dtype
+    biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
+    if wide == "fp32" and dtype == "float16":
+        words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
+        return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
+    if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
+        words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
+        return "overflow_any_precision", words
+    return None
+
+
+def norm_inside(case: Case) -> Found:
+    """Ops that divide by a norm themselves."""
+    if "weight_norm" not in case.op and case.op not in ("renorm", "cosine_similarity", "normalize"):
+        return None
+    return "division_by_near_zero_norm", f"{case.op} divides a vector of zeros by its norm"
+
+
+def normalisation(case: Case) -> Found:
+    if case.op not in _NORMALISES:
+        return None
+    eps = _value(case.evidence.operand("eps"))
+    if not case.is_birth or eps is None:
+        return None
+    if eps == 0 and not case.evidence.finite_in:
+        return "zero_over_zero", "a row without variance is divided by the root of eps=0"
+    if 0 < eps <= _SMALLEST and case.dtype != "float64":
+        return "eps_underflow", f"a row without variance is divided by the root of eps={eps:g}, which is 0 in fp32"
+    return None
+
+
+def loss_over_nothing(case: Case) -> Found:
+    if "loss" in case.op and case.is_birth and not case.evidence.finite_in:
+        return "zero_over_zero", f"{case.op} averages over nothing: no target counts"
+    return None
