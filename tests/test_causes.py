@@ -7,12 +7,14 @@ batch. Its guilty line ends with ``# guilty``, and that very line must be named.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,12 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typer.testing import CliRunner
 
 import nanguard
 from helpers import INF, NAN
-from nanguard.diagnosis import causes, op_faults, state_faults
+from nanguard.cli import app
+from nanguard.diagnosis import causes, graph_probe, op_faults, process, state_faults
 from nanguard.diagnosis.rules import Case
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.panel import panel
+from nanguard.replay import rerun
+from nanguard.report.page import write_report
 
 # ---- how programs run ----------------------------------------------------------------------------------------------
 
@@ -1364,3 +1371,92 @@ def test_every_rule_decides_some_program() -> None:
     for one in PROGRAMS:
         diagnosed(one)
     assert {row.rule.__name__ for row in causes.TABLE if row.rule} <= DECIDED.keys()
+
+
+# ---- a cause is one row --------------------------------------------------------------------------------------------
+
+
+def outcomes_of(node: ast.expr | None) -> list[str]:
+    """The strings that an expression can be: ``"a" if x else "b"``."""
+    if isinstance(node, ast.IfExp):
+        return outcomes_of(node.body) + outcomes_of(node.orelse)
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def causes_named_in(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "cause":
+            yield from outcomes_of(node.value)
+        elif isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "cause":
+            yield from outcomes_of(node.comparators[0])
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                yield from (
+                    name for to, value in pairs if getattr(to, "id", "") == "cause" for name in outcomes_of(value)
+                )
+        elif isinstance(node, ast.Return) and path.stem in ("rules", "causes") and isinstance(node.value, ast.Tuple):
+            yield from outcomes_of(node.value.elts[0])
+
+
+def test_every_cause_that_the_source_names_is_a_row() -> None:
+    package = Path(nanguard.__file__).parent
+    files = [*(package / "diagnosis").glob("*.py"), package / "recovery" / "casebook.py"]
+    named = {name for path in files for name in causes_named_in(path)}
+    named |= {name for name, _ in graph_probe._BY_RESULT.values()} | set(process._OVERFLOWS)
+    named |= {*rerun._BY_HISTORY, *rerun._OVERFLOWS, *rerun._DAMAGE}
+    names = [row.name for row in causes.TABLE]
+    assert named == set(names)
+    assert len(names) == len(set(names))
+
+
+def test_the_rules_are_tried_in_this_order() -> None:
+    assert [row.rule.__name__.strip("_") for row in causes.TABLE if row.rule] == [
+        *("given", "ctc", "custom_backward", "discarded", "root_gradient", "exp", "log", "divide", "sqrt", "power"),
+        *("domain", "gamma", "statistic", "softmax", "normalisation", "norm_inside", "infinities", "overflow"),
+        "loss_over_nothing",
+    ]
+
+
+def test_a_diagnosis_of_a_cause_without_a_row_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="cause 'bad_luck' has no row"):
+        causes.with_remedy(Diagnosis(phase="forward", cause="bad_luck"))
+
+
+def test_a_log_of_an_older_version_shows_the_name_of_the_cause() -> None:
+    told = causes.with_remedy(Diagnosis(phase="forward", cause="log_of_zero")).as_dict()
+    assert Diagnosis.from_dict(told).words == "logarithm of zero"
+    del told["title"]
+    assert Diagnosis.from_dict(told).words == "log of zero"
+
+
+def test_a_new_cause_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def rule(case: Case) -> tuple[str, str] | None:
+        return ("silent_room", "nobody spoke, and the level is 0") if case.op == "log10" else None
+
+    row = causes.CauseRow(
+        name="silent_room",
+        title="decibels of silence",
+        fix="record something louder",
+        helps=("fix_data",),
+        rule=rule,
+    )
+    monkeypatch.setattr(causes, "TABLE", (row, *causes.TABLE))
+    model = Net(Head(torch.log10))
+    guard = nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path, precision="fp32")
+    guard.step(mean, torch.zeros(1, 4))
+    guard.close()
+    (incident,) = guard.incidents
+    assert incident.diagnosis is not None
+    assert (incident.diagnosis.cause, incident.diagnosis.remedies[0]) == ("silent_room", "fix_data")
+    explained = CliRunner().invoke(app, ["explain", str(tmp_path)], env={"COLUMNS": "200"})
+    assert explained.exit_code == 0, explained.output
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    for text in (panel(incident), explained.output, page):
+        for words in (row.title, "nobody spoke, and the level is 0", row.fix):
+            assert words in text.lower()
+    again = nanguard.read_run(tmp_path).incidents[0].diagnosis
+    assert again is not None
+    assert again.words == row.title
