@@ -14,7 +14,7 @@ _CARRY_EPS = frozenset(
 
 
 def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, str] | None:
-    """An eps on the way to a value that is zero in the format it was added in."""
+    """An eps that was added on the way to a value and is zero in its format. None if there is none."""
     if not isinstance(source, Note) or depth == 0:
         return None
     if source.op in ("add", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "sub", "rsub"):
@@ -34,7 +34,7 @@ def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, s
 
 
 def _constants(note: Note) -> Iterable[float]:
-    """Operands that are one number, as a tensor: ``torch.tensor(1e-8)``."""
+    """The operands that are a tensor with one number: ``torch.tensor(1e-8)``."""
     made = [p for p in note.parents if isinstance(p, Note) and p.op in ("lift", "lift_fresh", "scalar_tensor", "full")]
     return (p.look.low for p in made if not p.shape)
 
@@ -47,7 +47,7 @@ _PASSES = frozenset(
 
 
 def is_norm_of(denominator: object, numerator: object, depth: int = 8, *, summed: bool = False) -> bool:
-    """Whether a denominator is a norm of the numerator: one of torch's, or made of a sum of squares."""
+    """True if a denominator is a norm of the numerator: a torch norm, or the root of a sum of squares."""
     if not isinstance(denominator, Note) or depth == 0:
         return False
     summed = summed or denominator.op in _SUMS
@@ -69,7 +69,7 @@ def _is_square(note: Note) -> bool:
 
 
 def _came_from(value: object, other: object, depth: int = 3) -> bool:
-    """Whether one is the other, but for casts and copies."""
+    """True if both are the same value, ignoring casts and copies."""
     if value is other:
         return True
     for one, two in ((value, other), (other, value)):
@@ -80,7 +80,7 @@ def _came_from(value: object, other: object, depth: int = 3) -> bool:
 
 
 def is_norm(denominator: object, depth: int = 5) -> bool:
-    """Whether a denominator is a norm of anything."""
+    """True if a denominator is a norm of any value."""
     if not isinstance(denominator, Note) or depth == 0:
         return False
     if denominator.op in _NORMS:
@@ -91,7 +91,7 @@ def is_norm(denominator: object, depth: int = 5) -> bool:
 
 
 def is_state(source: object, depth: int = 4) -> bool:
-    """Whether a value is optimizer state, as it lies there or written to in place."""
+    """True if a value is optimizer state, unchanged or written to in place."""
     if isinstance(source, Leaf):
         return bool(source.roots & STATE)
     if isinstance(source, Note) and depth and source.in_place:

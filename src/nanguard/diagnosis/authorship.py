@@ -1,7 +1,7 @@
-"""Who wrote it: lines of the user's program that made an optimizer, a parameter or a piece of data.
+"""Find the lines of the user's program that made an optimizer, a parameter or a piece of data.
 
-Such lines ran before the failing step, so no trace leads to them. They are looked for in the source itself, and what is
-found is a likely place, never a proven one.
+These lines ran before the failing step, so the trace does not contain them. They are searched for in the source code.
+The result is a likely line, not a proven one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = tuple[int, int, int]
 
 
 def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = ()) -> Source | None:
-    """Where an object of a class is made: ``torch.optim.Adam(...)``. Of several, the one with most of the keywords."""
+    """The line that makes an object of a class: ``torch.optim.Adam(...)``. Of several, the one with most keywords."""
     best: tuple[int, Source] | None = None
     for file, node in ProgramSource(tuple(files)).nodes(ast.Call):
         if isinstance(node, ast.Call) and last_name(node.func) == kind:
@@ -42,7 +42,7 @@ def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = (
 
 
 def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows | None) -> Source | None:
-    """Where a parameter or buffer gets its values: in its module's class, or where the program writes to it."""
+    """The line that sets a parameter or buffer: in the class of its module, or anywhere in the program."""
     program = ProgramSource(tuple(files))
     found: list[tuple[int, int, Origin]] = []
     if is_users(type(owner)):
@@ -74,9 +74,9 @@ def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
 def line_that_makes_data(
     names: Sequence[str], place: int | None, num: int, files: Iterable[str], *, not_in: Sequence[str] = ()
 ) -> Source | None:
-    """Where a piece of data gets its values: by its names, or by its place in the ``num`` entries of a batch.
+    """The line that makes a piece of data, found by its names or by its index in the ``num`` entries of a batch.
 
-    Functions that use the data (``not_in``, and ``forward`` of modules) do not make them.
+    Functions that only use the data are ignored: ``not_in``, and ``forward`` of modules.
     """
     program, found = ProgramSource(tuple(files)), list[Origin]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
@@ -91,9 +91,9 @@ def line_that_makes_data(
 
 
 def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Sequence[str] = ()) -> Source | None:
-    """The only line that stores a literal NaN, or Inf, into a part of something; None where there are none or many.
+    """The only line that stores a literal NaN (or Inf) into a part of a tensor. None if there is not exactly one.
 
-    Functions that use the data (``not_in``, and ``forward`` of modules) do not make them: what they fill is a mask.
+    Functions that only use the data are ignored (``not_in``, and ``forward`` of modules): what they fill is a mask.
     """
     program, found = ProgramSource(tuple(files)), []
     for file, node in program.nodes(ast.Assign):
@@ -105,14 +105,14 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
 
 
 def line_that_calls(name: str, files: Iterable[str]) -> Source | None:
-    """The only line that calls a method of this name."""
+    """The only line that calls a method of this name. None if there is not exactly one."""
     calls = ProgramSource(tuple(files)).nodes(ast.Call)
     found = [source_of_node(file, c) for file, c in calls if isinstance(c, ast.Call) and last_name(c.func) == name]
     return found[0] if len(found) == 1 else None
 
 
 def names_in_unpacking(function: object, place: int) -> list[str]:
-    """What a loss function calls the entry of its batch at a place: ``x, y = batch``."""
+    """The name that a loss function gives to an entry of its batch: ``x, y = batch``."""
     code = getattr(function, "__code__", None)
     if code is None or code.co_argcount < 2:
         return []
@@ -156,7 +156,7 @@ def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Itera
 
 
 def _writes(program: ProgramSource, name: str, rows: Rows | None) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
-    """Statements that write to an attribute of this name, or to a variable that stands for one, and what they write."""
+    """Statements that write to an attribute of this name or to an alias of it, with the value they write."""
     aliases = {name}
     for _, node in program.nodes(ast.Assign):
         if isinstance(node, ast.Assign) and _reads(node.value, name):
@@ -189,14 +189,14 @@ def _written_by(call: ast.Call, names: set[str], rows: Rows | None) -> Iterator[
 
 
 def _reads(value: ast.AST, name: str) -> bool:
-    """``layer.weight``, ``layer.weight.data``: the attribute itself, nothing computed from it."""
+    """True for the attribute itself (``layer.weight``, ``layer.weight.data``), not for a value computed from it."""
     while isinstance(value, ast.Attribute) and value.attr in ("data", "detach"):
         value = value.value
     return isinstance(value, ast.Attribute) and value.attr == name
 
 
 def _is_target(target: ast.AST, names: set[str], rows: Rows | None) -> int:
-    """0 where something else is written to; more, the better the part that is written to covers the bad rows."""
+    """0 if the target is something else. Higher if the part that is written to matches the bad rows better."""
     covers = 2
     if isinstance(target, ast.Subscript):
         covers = _covers(target.slice, rows)
@@ -210,7 +210,7 @@ def _is_target(target: ast.AST, names: set[str], rows: Rows | None) -> int:
 
 
 def _covers(index: ast.AST, rows: Rows | None) -> int:
-    """3 where a slice is open on the side where the bad rows lie, 1 where it is not."""
+    """3 if the slice is open on the side of the bad rows, 1 if it is open on the other side, 2 if unclear."""
     if rows is None or not isinstance(index, ast.Slice):
         return 2
     first, last, num = rows

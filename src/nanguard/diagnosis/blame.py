@@ -1,4 +1,4 @@
-"""Which birth is to blame: the first, in the order of cause and effect, whose line reaches a loss or a gradient."""
+"""Find the op to blame: the first birth whose non-finite values reach a loss or a gradient."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _MOST_LINKS = 12
 
 @dataclass(frozen=True, slots=True)
 class TraceFinding:
-    """``event`` is to blame; ``chain`` leads from it to where it showed; ``harmless`` births reached nothing.
+    """The ``event`` to blame, and the ``chain`` of events from it to the loss or gradient.
 
-    ``discarded`` is True where the forward pass threw the value away (``torch.where``, a mask) and only the derivative
-    brought it back, or made it anew (that of ``log`` at 0).
+    ``harmless`` births reached neither. ``discarded`` is True if the forward pass dropped the value (``torch.where``, a
+    mask) and only the derivative brought it back or made a new one (the derivative of ``log`` at 0).
     """
 
     event: TraceEvent
@@ -47,21 +47,19 @@ class TraceFinding:
 
 
 def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
-    """``ends`` are the events where it showed; None where there are none."""
+    """``ends`` are the events of the non-finite loss or gradients. None if there are none."""
     reached = ancestors(ends)
     if not reached:
         return None
     suspects = [event for event in reached if is_suspect(event)]
     suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
-    users = [event for event in reached if not event.is_mask]  # of a mask: it is meant, how it is used may not be
+    users = [event for event in reached if not event.is_mask]  # a mask is intended, its use may be wrong
     guilty = min(suspects or users or reached, key=lambda event: event.note.index)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
     chain = tuple(_path(ends, guilty))
     forerunners = sorted((e for e in harmless if _is_derivative_of(guilty, e)), key=lambda event: event.note.index)
     discarded = any(_was_discarded(trace, each, ends) for each in forerunners)
-    if (
-        forerunners and not discarded
-    ):  # the forward pass has made something finite of it (a sigmoid of Inf), and used it
+    if forerunners and not discarded:  # the forward pass made it finite again (a sigmoid of Inf) and used it
         guilty, chain = forerunners[0], (forerunners[0], *chain)
     elif (custom := _custom_backward_behind(guilty, chain)) is not None:
         guilty = custom
@@ -74,7 +72,7 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
 
 
 def _custom_backward_behind(birth: TraceEvent, chain: Sequence[TraceEvent]) -> TraceEvent | None:
-    """A hand-written backward that turned an infinity of the forward pass into NaN, where the loss had got over it."""
+    """A hand-written backward that turned an infinity of the forward pass into NaN, although the loss was finite."""
     if birth.note.phase != "forward" or chain[-1].note.phase == "forward":
         return None
     first = next(event for event in chain if event.note.phase != "forward")
@@ -82,7 +80,7 @@ def _custom_backward_behind(birth: TraceEvent, chain: Sequence[TraceEvent]) -> T
 
 
 def _is_derivative_of(event: TraceEvent, other: TraceEvent) -> bool:
-    """Whether an event belongs to the derivative of an op that gave an infinity itself."""
+    """True if an event belongs to the derivative of an op whose result was infinite."""
     note, before = event.note, other.note
     if note.phase != "backward" or note.in_user_code or before.phase != "forward" or other.has_nan:
         return False
@@ -90,7 +88,7 @@ def _is_derivative_of(event: TraceEvent, other: TraceEvent) -> bool:
 
 
 def is_suspect(event: TraceEvent) -> bool:
-    """Whether an event could be a fault: not an infinity that was meant, nor one that was inherited."""
+    """True if an event could be a fault: neither an intended infinity nor an inherited one."""
     if event.kind in ("birth", "turned"):
         return True
     if event.kind == "outside":
@@ -99,7 +97,7 @@ def is_suspect(event: TraceEvent) -> bool:
 
 
 def ancestors(ends: Iterable[TraceEvent]) -> list[TraceEvent]:
-    """These events and all before them."""
+    """These events and all events that led to them."""
     seen: dict[int, TraceEvent] = {}
     waiting = list(ends)
     while waiting:
@@ -111,12 +109,12 @@ def ancestors(ends: Iterable[TraceEvent]) -> list[TraceEvent]:
 
 
 def above(event: TraceEvent) -> list[TraceEvent]:
-    """All events before this one."""
+    """All events that led to this one."""
     return [each for each in ancestors(event.parents) if each is not event]
 
 
 def _path(ends: Sequence[TraceEvent], start: TraceEvent) -> Iterable[TraceEvent]:
-    """The shortest way from an event to one of the ends."""
+    """The shortest path from an event to one of the ends."""
     came_from: dict[int, TraceEvent | None] = {id(end): None for end in ends}
     waiting = list(ends)
     while waiting:
@@ -134,10 +132,10 @@ def _path(ends: Sequence[TraceEvent], start: TraceEvent) -> Iterable[TraceEvent]
 
 
 def _was_discarded(trace: Trace, event: TraceEvent, ends: Sequence[TraceEvent]) -> bool:
-    """Whether no non-finite value of it stayed in the forward pass, and none was made finite by anything but choice."""
+    """True if the forward pass dropped all of its non-finite values, by selection only (``torch.where``, an index)."""
     if any(end.note.phase == "forward" for end in ends):
         return False
-    # Activation checkpointing computes a part again: the same op of the first time says how it went on.
+    # Activation checkpointing recomputes ops; the first run of the same op shows where its values went.
     same = (event.note.op, event.note.place, event.note.module)
     line = {id(e) for e in trace.events if (e.note.op, e.note.place, e.note.module) == same} | {id(event)}
     for each in trace.events:
@@ -152,7 +150,7 @@ def _is_choice(swallow: Swallow) -> bool:
 
 
 def feeds_a_module(trace: Trace, birth: Note) -> bool:
-    """Whether a value made outside any module goes into one."""
+    """True if a value that was made outside of all modules is used in one."""
     line = {id(birth)}
     for note in trace.notes[birth.index + 1 :]:
         if any(id(parent) in line for parent in note.parents):

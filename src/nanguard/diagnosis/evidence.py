@@ -1,4 +1,4 @@
-"""What speaks about the birth of a non-finite value, gathered while its operands are still there."""
+"""Facts about the op that made a non-finite value, collected while its operands still exist."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 
 @dataclass(slots=True)
 class Evidence:
-    """``sources`` are the ops that made the operands, in their order.
+    """Facts about one op. ``sources`` are the ops that made the operands, in the same order.
 
-    ``finite_in`` names the wider format in which the very same op is finite on the very same values, if any is, and
-    ``wide_reach`` the largest value there.
-    ``dead_rows`` says that a softmax was given rows of nothing but ``-inf``; ``count`` over how many elements a
-    statistic was taken, ``correction`` how many degrees of freedom it takes off.
+    ``finite_in`` names the wider format in which the same op is finite on the same values, ``""`` if there is none.
+    ``wide_reach`` is the largest value in that format. ``dead_rows`` is True if a row of a softmax was all ``-inf``.
+    ``count`` is the number of elements of a statistic, ``correction`` its correction of the degrees of freedom.
     """
 
     operands: tuple[Operand, ...] = ()
@@ -43,7 +42,7 @@ class Evidence:
     wide_reach: float = 0.0
 
     def operand(self, *names: str) -> Operand | None:
-        """The first of these that there is; a number counts as one."""
+        """The first operand with one of these names; numbers are operands too. None if there is none."""
         for name in names:
             for operand in self.operands:
                 if operand.name == name:
@@ -51,7 +50,7 @@ class Evidence:
         return None
 
     def source(self, name: str) -> Any:
-        """What made an operand."""
+        """The op that made an operand, or None."""
         for operand, source in zip(self.operands, self.sources, strict=False):
             if operand.name == name:
                 return source
@@ -63,7 +62,7 @@ def without_evidence() -> Evidence:
 
 
 def new_places(output: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
-    """Where a pointwise op made something non-finite of finite values; None where it nowhere did."""
+    """A mask of the elements that a pointwise op made non-finite from finite values. None if there are none."""
     mask = ~torch.isfinite(real_like(output))
     for tensor in inputs:
         if not can_look(tensor):
@@ -112,7 +111,7 @@ def gather(
 
 
 def _offending(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """The elements to look at: new ones before inherited ones, NaN before Inf."""
+    """A mask of the elements to report: prefer new ones to inherited ones, and NaN to Inf."""
     out = real_like(output)
     new = new_places(output, inputs) if inputs else None
     mask = ~torch.isfinite(out) if new is None else new
@@ -128,12 +127,12 @@ def _offending(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor holds whole numbers that can be looked at: counts, targets."""
+    """True if a tensor holds integers that can be read: counts, targets."""
     return tensor.dtype in _INTS and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _rows(bad: Tensor) -> tuple[int, ...]:
-    """Which entries of the first dimension are concerned."""
+    """The indices of the first dimension that have a bad element."""
     if bad.ndim == 0:
         return ()
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten()
@@ -162,7 +161,7 @@ def _scalars(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, float]]:
 
 
 def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequence[tuple[str, Tensor]]) -> None:
-    """What single kinds of op have to say."""
+    """Facts that only some kinds of ops have."""
     op = str(func.overloadpacket.__name__).strip("_")
     named = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
     named.update(kwargs)
@@ -192,7 +191,7 @@ def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequ
 
 
 def _masks_all(named: Mapping[str, Any]) -> bool:
-    """Whether an attention mask leaves nothing to some query."""
+    """True if an attention mask blocks everything for some query."""
     for name in ("attn_mask", "attn_bias"):
         mask = named.get(name)
         if isinstance(mask, Tensor):
@@ -210,7 +209,7 @@ def _count(tensor: Tensor, dim: Any) -> int:
 
 
 def _is_mask(evidence: Evidence, tensor: Tensor) -> bool:
-    """The logarithm of zeros and ones alone is a mask in log-space, and meant."""
+    """True for the logarithm of zeros and ones only: it is a mask in log-space, and intended."""
     if evidence.is_nan or not can_look(tensor):
         return False
     seen = look(tensor)
@@ -218,9 +217,9 @@ def _is_mask(evidence: Evidence, tensor: Tensor) -> bool:
 
 
 def finite_in_wider(func: Any, args: Any, kwargs: Any, before: Mapping[int, Tensor]) -> tuple[str, float]:
-    """The narrowest wider format in which the op is finite on the same values: ``fp32``, ``float64`` or none.
+    """The narrowest wider format in which the op is finite on the same values, and the largest result in it.
 
-    And how large the result is in it.
+    The format is ``fp32``, ``float64``, or ``""`` if there is none.
     """
     for rounds, name in ((1, "fp32"), (2, "float64")):
         narrow = _narrowest((args, kwargs))
@@ -231,7 +230,7 @@ def finite_in_wider(func: Any, args: Any, kwargs: Any, before: Mapping[int, Tens
             wide = [_widened(tree, before, rounds, budget) for tree in (args, kwargs)]
             with torch.no_grad():
                 result = func(*wide[0], **wide[1])
-        except Exception:  # not every op knows every format, and memory may end
+        except Exception:  # not every op supports every format, and memory may run out
             return "", 0.0
         outputs = [t for t in _leaves(result) if can_look(t)] or [t for t in _leaves(wide[0]) if can_look(t)][:1]
         if outputs and all(look(t).is_finite for t in outputs):

@@ -1,4 +1,4 @@
-"""What an examination has to go by, and small answers that all its parts need."""
+"""The inputs of an examination, and small helpers that all its parts use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """What the guard remembers: readings of healthy steps before, and the weights of the oldest good snapshot."""
+    """What the guard remembers: readings of earlier healthy steps, and the weights of the oldest good snapshot."""
 
     readings: Sequence[Reading] = ()
     older_weights: OlderWeights | None = None
@@ -37,7 +37,7 @@ class Past:
 
 @dataclass(slots=True)
 class Exam:
-    """Of one step: how it ran, and a way to run it again, where there is one."""
+    """The examination of one step: how it ran, and its ``replay``, None if it cannot be run again."""
 
     parts: StepParts
     pending: PendingStep
@@ -50,11 +50,11 @@ class Exam:
         self.inventory = Inventory(self.parts)
 
     def files(self, *others: object) -> list[str]:
-        """Of the user's program."""
+        """The files of the user's program."""
         return self.inventory.files(*(micro.loss_fn for micro in self.pending.microbatches), *map(type, others))
 
     def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
-        """The entries of the first dimension that are concerned, where that is the batch's."""
+        """The bad indices of the first dimension; empty if that is not the batch dimension."""
         if not self.pending.microbatches:
             return ()
         num = num_samples(self.pending.microbatches[self.run.microbatch].batch)
@@ -62,7 +62,7 @@ class Exam:
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
 
     def trail(self) -> tuple[Stretch, ...]:
-        """The extremes inside each module of the forward pass, in the order in which they were entered."""
+        """The range of values in each module of the forward pass, in the order in which the modules ran."""
         largest: dict[str, Note] = {}
         bad: set[str] = set()
         for note in self.run.trace.notes:
@@ -105,7 +105,7 @@ def link_of(event: TraceEvent) -> Link:
 
 
 def links_of(events: Sequence[TraceEvent]) -> tuple[Link, ...]:
-    """A chain without casts, copies and views between its ends, and its middle left out where it is long."""
+    """A chain without the casts, copies and views between its ends. The middle of a long chain is left out."""
     telling = [e for e in events if e.note.op not in _DULL or e in (events[0], events[-1])]
     kept = telling if len(telling) <= 12 else [*telling[:8], *telling[-4:]]
     return tuple(link_of(event) for event in kept)
@@ -117,13 +117,13 @@ def operands_of(event: TraceEvent) -> tuple[Operand, ...]:
 
 
 def size_of(value: Note | Leaf) -> float:
-    """The largest absolute value; 0 where it was not finite."""
+    """The largest absolute value, 0 if it is not finite."""
     low, high = value.look.low, value.look.high
     return max(abs(low), abs(high)) if math.isfinite(low) and math.isfinite(high) else 0.0
 
 
 def parameter_behind(parent: Note | Leaf) -> Leaf | None:
-    """A parameter, also through casts."""
+    """The parameter that a value is, or was cast from. None if it is not a parameter."""
     for _ in range(3):
         if isinstance(parent, Leaf):
             return parent if parent.name.startswith("parameter ") else None
@@ -134,7 +134,7 @@ def parameter_behind(parent: Note | Leaf) -> Leaf | None:
 
 
 def parameters_in(note: Note) -> Iterable[str]:
-    """Names of the parameters that an op was given."""
+    """The names of the parameters among the operands of an op."""
     return [leaf.name.partition(" ")[2] for leaf in map(parameter_behind, note.parents) if leaf is not None]
 
 

@@ -1,6 +1,6 @@
-"""Examines a failing step: replays it, finds the birth, names the cause, and tries what would have helped.
+"""Examine a failing step: replay it, find the op to blame, name the cause, and try what would have helped.
 
-Called with the world as the failing step found it; leaves it so.
+The training state must be the one before the failing step. It is the same afterwards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
 _BUDGET = 40.0
-"""How many times the time of one replay all experiments together may take."""
+"""The time limit of all experiments together, as a multiple of the time of one replay."""
 
 _BACKWARD_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
 _FORWARD_HOOKS = ("register_forward_hook", "register_forward_pre_hook")
 
 
 class Examiner:
-    """For one guarded run."""
+    """Examines the steps of one guarded run."""
 
     def __init__(self, parts: StepParts, dry_run: DryRun) -> None:
         self._parts, self._dry_run = parts, dry_run
@@ -49,10 +49,11 @@ class Examiner:
         *,
         update: bool = False,
     ) -> Diagnosis | None:
-        """``reading`` is what was measured of the step, None where nothing was. Waits for the device.
+        """Replay the step and explain it. Waits for the device.
 
-        Experiments are made where ``is_deep`` says so of what the trace has found. With ``update`` the optimizers'
-        update is traced too. None where all is finite and nothing was measured before that was not.
+        ``reading`` is the measurement of the step, None if there is none. Experiments run if ``is_deep`` returns True
+        for the first diagnosis. With ``update`` the optimizers' update is traced too. Returns None if the replay is
+        finite and there is no reading.
         """
         replay = Replay(self._parts, self._dry_run, pending)
         run = replay.watched(update=update)
@@ -71,7 +72,7 @@ class Examiner:
         return self.located(diagnosis, exam, reading)
 
     def examine_update(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
-        """Of a step whose gradients are still there; None where the optimizers make nothing non-finite of them."""
+        """Examine the update of a step whose gradients still exist. None if the update is finite."""
         replay = Replay(self._parts, self._dry_run, pending)
         run = replay.watched_update()
         if run.is_finite:
@@ -81,7 +82,7 @@ class Examiner:
         return replace(diagnosis, num_replays=1, seconds=round(replay.seconds, 3), capture="update")
 
     def read(self, exam: Exam) -> Diagnosis:
-        """What a trace says, without any experiment but that of older weights."""
+        """The diagnosis from a trace alone. The only experiment is a replay on older weights."""
         finding = blame.find(exam.run.trace, exam.run.ends)
         if finding is None:
             because = "it showed, but no op was seen to make it"
@@ -97,7 +98,7 @@ class Examiner:
         )
 
     def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:
-        """With step, batch, rank and device."""
+        """The diagnosis with step, batch, rank and device."""
         pending, parts = exam.pending, self._parts
         return replace(
             diagnosis,
@@ -112,13 +113,13 @@ class Examiner:
     # ---- what does not repeat ------------------------------------------------------------------------------------
 
     def _of_what_does_not_repeat(self, exam: Exam, replay: Replay, reading: Reading) -> Diagnosis:
-        """Two clean replays: not the program, but hardware, a race, or a hook that is no part of the graph."""
+        """The replay is finite: the cause is hardware, a race, or a hook that is not part of the graph."""
         again = replay.is_finite()
         in_backward = "loss" not in reading.found
         module, note = _last_used(exam.run.trace, reading.gradients) if in_backward else ("", None)
         hook = _line_of_a_hook(exam, in_backward=in_backward)
         hooked = _compat.hooked_modules(exam.inventory.model, backward=in_backward)
-        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is no op
+        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is not an op
             module = hooked[0]
             note = _last_op_of(exam.run.trace, module) or note
         where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.state.device)}"
@@ -143,7 +144,7 @@ class Examiner:
 
 
 def _before_the_damage(replay: Replay, past: Past) -> Run | None:
-    """The step on weights that were still good; None where there are none, or the step does no harm to them."""
+    """The step on weights that were still good. None if there are none, or if the step is finite on them."""
     if past.older_weights is None:
         return None
     with past.older_weights() as there_are:
@@ -156,7 +157,7 @@ def _last_op_of(trace: Trace, module: str) -> Note | None:
 
 
 def _line_of_a_hook(exam: Exam, *, in_backward: bool) -> Source | None:
-    """Where the program hooks into the pass: seen in this step, or found in its source."""
+    """The line that registers a hook: seen in this step, or found in the source."""
     if exam.run.hooks and in_backward:
         return source_of(exam.run.hooks[0][0])
     names = _BACKWARD_HOOKS if in_backward else _FORWARD_HOOKS
@@ -165,7 +166,7 @@ def _line_of_a_hook(exam: Exam, *, in_backward: bool) -> Source | None:
 
 
 def _last_used(trace: Trace, names: Sequence[str]) -> tuple[str, Note | None]:
-    """Of some parameters, the one that the forward pass uses last, which backward reaches first: its module and op."""
+    """The module and op of the parameter that the forward pass uses last, so that backward reaches it first."""
     best: tuple[str, Note | None] = (names[0].rpartition(".")[0] if names else "", None)
     for note in trace.notes:
         if note.phase == "forward" and note.op not in ("to_copy", "clone"):

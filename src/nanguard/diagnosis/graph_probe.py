@@ -1,7 +1,7 @@
-"""What the graph of a loss still knows when it is not finite and nothing can be run again.
+"""Read the autograd graph of a non-finite loss, for a step that cannot be run again.
 
-Autograd keeps operands, or results, of the ops that it will differentiate. Before the backward pass frees them they say
-which op made something non-finite of finite numbers; not on which line, which is looked for by reading the program.
+Autograd saves operands or results of the ops that it will differentiate. Until the backward pass frees them, they show
+which op made a non-finite value from finite ones. They do not show its line; that is searched for in the source code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     name: getattr(torch, name)
     for name in ("log", "log2", "log10", "log1p", "acos", "asin", "atanh", "acosh", "erfinv", "lgamma", "digamma")
 }
-"""Ops of which the operand is kept."""
+"""Ops whose operand is saved."""
 
 _BY_RESULT: dict[str, tuple[str, str]] = {
     "exp": ("exp_overflow", "the result exceeds what its format can hold"),
@@ -47,12 +47,12 @@ _BY_RESULT: dict[str, tuple[str, str]] = {
     "reciprocal": ("div_by_zero", "1 is divided by 0"),
     "div": ("div_by_zero", "a denominator is 0; what it divides was not kept"),
 }
-"""Ops of which only the result is kept, or the denominator, and what that says."""
+"""Ops whose result or denominator alone is saved: the cause and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFinding:
-    """An op that made something non-finite of finite numbers; ``again`` does so once more, None where it cannot be."""
+    """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible."""
 
     op: str
     again: Callable[[], Tensor] | None
@@ -61,14 +61,14 @@ class GraphFinding:
 
 
 def examine_graph(losses: Iterable[Tensor], backward_at: Place | None) -> GraphFinding | None:
-    """The first such op in the graph of a loss that is not finite. Syncs; to be called before the backward pass."""
+    """The first such op in the graph of a non-finite loss. Call it before the backward pass. Syncs."""
     try:
         for loss in losses:
             if not look(loss).is_finite and loss.grad_fn is not None:
                 found = _first_birth(loss.grad_fn)
                 if found is not None:
                     return GraphFinding(*found, look(loss).has_nan, backward_at)
-    except Exception:  # what a node keeps is torch's own affair
+    except Exception:  # what a node saves is an internal of torch
         log.info("the graph of a loss could not be taken apart", exc_info=True)
     return None
 
@@ -81,7 +81,7 @@ def read(
     reading: Reading,
     past: Past,
 ) -> Diagnosis:
-    """Op and cause from the graph; the line by reading the program."""
+    """The diagnosis: op and cause from the graph, the line from the source code."""
     diagnosis = _by_running_it(graph_finding, parts, examiner, pending, past)
     if diagnosis is None:
         cause, words = _BY_RESULT.get(graph_finding.op, ("unknown", "no operand of it was kept"))
@@ -111,7 +111,7 @@ def read(
 def _by_running_it(
     graph_finding: GraphFinding, parts: StepParts, examiner: Examiner, pending: PendingStep, past: Past
 ) -> Diagnosis | None:
-    """The op alone, traced: what is known of causes is asked of its operands."""
+    """Trace the op alone, so that the rules can look at its operands."""
     if graph_finding.again is None:
         return None
     run = Run(Trace(Modules()))
@@ -125,7 +125,7 @@ def _by_running_it(
 
 
 def _first_birth(root: Any) -> tuple[str, Callable[[], Tensor] | None] | None:
-    """Of the ops that gave birth, the one that ran first."""
+    """The first op that made a non-finite value from finite ones."""
     births = []
     for node in _nodes(root):
         op = forward_op(node)
@@ -150,7 +150,7 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _birth(op: str, node: Any) -> tuple[Callable[[], Tensor] | None] | None:
-    """How to run an op again that made something non-finite of finite operands; None where it did not, or who knows."""
+    """How to run such an op again. None if the op did not make a non-finite value, or if that is unknown."""
     again = _again(op, node)
     if again is not None:
         operands, call = again
@@ -166,7 +166,7 @@ def _birth(op: str, node: Any) -> tuple[Callable[[], Tensor] | None] | None:
 
 
 def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] | None:
-    """The operands that were kept, and the op on them."""
+    """The saved operands, and a call of the op on them."""
     first = _saved(node, "self")
     if first is None:
         return None
@@ -185,7 +185,7 @@ def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] 
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    """What a node keeps, where it does and has not been freed."""
+    """A saved tensor of a node. None if the node has none or has freed it."""
     try:
         value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:
@@ -197,7 +197,7 @@ def _saved(node: Any, name: str) -> Tensor | None:
 
 
 def _line_of(graph_finding: GraphFinding) -> Source | None:
-    """The only line that the loss is made of and that calls this op; else the only one of the program."""
+    """The only line behind the loss that calls this op, or else the only such line of the program."""
     if graph_finding.backward_at is None:
         return None
     file, number, _ = graph_finding.backward_at

@@ -1,4 +1,4 @@
-"""Where a program hooks into gradients: code of its own that runs in backward."""
+"""Find the hooks that the user's program registers on gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanguard.source.modules import Modules
 
 
 class GradientHooks(TorchFunctionMode):
-    """Active as a context; notes line and module of each hook that is registered on a tensor."""
+    """A context that records line and module of each hook that is registered on a tensor."""
 
     def __init__(self, modules: Modules, found: list[tuple[Place, str]]) -> None:
         super().__init__()

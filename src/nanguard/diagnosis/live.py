@@ -1,4 +1,4 @@
-"""Tracing a step as it runs, where nothing could be replayed: after a bad one, for some of the next."""
+"""Trace some of the steps after a bad step as they run, if the bad step could not be replayed."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Live:
 
     @property
     def is_on(self) -> bool:
-        """Whether the step that has begun is traced."""
+        """True if the current step is traced."""
         return self._run is not None
 
     @property
     def takes_too_long(self) -> bool:
-        """Whether the step has been traced for so long that it is not worth it; maybe there will be no other step."""
+        """True if tracing this step takes too long to go on. It may be the last step of the run."""
         now = time.perf_counter()
         return not self.is_always and self._seconds + now - (self._entered or now) > LONGEST_BURST
 
     def arm(self, kind: Kind, step: int) -> bool:
-        """An incident was not located. True if steps are traced from now on; False after a search without result."""
+        """Start a search after an incident that was not located. False if an earlier search found nothing."""
         self._is_armed = self.search.begin(kind, step)
         return self._is_armed
 
@@ -60,7 +60,7 @@ class Live:
         self._is_armed = other._is_armed
 
     def begin(self, batch: Any) -> None:
-        """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
+        """Start a step; ``batch`` is the last one from ``guard.epoch``."""
         self._charge()
         if not self._is_wanted() or self._parts.is_capturing:
             return
@@ -83,14 +83,14 @@ class Live:
         return self._is_armed and self.is_allowed and self.search.wants_step()
 
     def _charge(self) -> None:
-        """The last step is over. Of several ranks each may trace another step, and all wait for it."""
+        """Count the time of the last step. Each rank may trace a different step, and all ranks wait for it."""
         if self._run is not None and self._is_used and not self.is_always:
             self.search.spent(self._seconds * self._parts.ranks.size)
         self._run, self._is_used, self._seconds = None, False, 0.0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a part of the step."""
+        """Wrap a part of the step."""
         if self._run is None or self.takes_too_long:
             yield
             return
@@ -99,7 +99,7 @@ class Live:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Around code of which it is not known where it ends: it may be left from inside a call of torch's."""
+        """Wrap code with an unknown end: it may be left from inside a torch call."""
         if self._run is None:
             yield
             return
@@ -114,7 +114,7 @@ class Live:
             self._entered = None
 
     def after_backward(self, loss: Tensor) -> Run | None:
-        """What showed, as long as gradients are still there; None where the step was not traced. Syncs."""
+        """Check loss and gradients while they exist. None if the step was not traced. Syncs."""
         run, began = self._run, time.perf_counter()
         if run is None or not run.is_finite:
             return run

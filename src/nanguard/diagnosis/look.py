@@ -1,4 +1,4 @@
-"""Looking at the values of tensors. On the bad day only: everything here waits for the device."""
+"""Read the values of tensors. Used after a bad step only: everything here waits for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The range of a tensor, in one pass: NaN where it holds one."""
+    """The range of a tensor. Both bounds are NaN if it holds a NaN."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ NOTHING = Look(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class ValueCounts:
-    """What a tensor holds: how many of each kind, and the range of what is finite (0, 0 where nothing is)."""
+    """How many values of each kind a tensor holds, and the range of the finite ones (0, 0 if there are none)."""
 
     num: int
     num_nan: int
@@ -47,13 +47,13 @@ class ValueCounts:
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether a tensor can hold a NaN at all, and can be asked."""
+    """True if a tensor can hold a NaN and its values can be read."""
     kind = tensor.dtype in _FLOATS or tensor.is_complex()
     return kind and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def look(tensor: Tensor) -> Look:
-    """Its range; one kernel, no copy."""
+    """The range of a tensor: one kernel, no copy."""
     if not can_look(tensor):
         return NOTHING
     low, high = torch.aminmax(real(tensor.detach()))
@@ -63,7 +63,7 @@ def look(tensor: Tensor) -> Look:
 
 
 def count_values(tensor: Tensor) -> ValueCounts:
-    """Counts and ranges, chunk by chunk: a large tensor takes no more memory than a chunk."""
+    """Count the values chunk by chunk, so that a large tensor needs little extra memory."""
     values = real(tensor.detach()).reshape(-1) if tensor.numel() else tensor.new_zeros(0)
     nan = posinf = neginf = 0
     low, high = math.inf, -math.inf
@@ -80,12 +80,12 @@ def count_values(tensor: Tensor) -> ValueCounts:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs."""
+    """View complex numbers as pairs of real numbers."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value; 0 where there is none."""
+    """The largest absolute value: 0 for an empty tensor, NaN if it holds a NaN."""
     seen = look(tensor)
     return max(abs(seen.low), abs(seen.high)) if not seen.has_nan else math.nan
 
@@ -98,7 +98,7 @@ def place_of_first(mask: Tensor) -> tuple[int, ...]:
 
 
 def value_at(tensor: Tensor, shape: torch.Size, index: tuple[int, ...]) -> float | None:
-    """What a tensor holds at a place of the shape it is broadcast to; None where it cannot be."""
+    """The value of a tensor at an index of the shape that it is broadcast to. None if it cannot be broadcast."""
     try:
         value = tensor.detach().expand(shape)[index]
     except RuntimeError:
@@ -107,5 +107,5 @@ def value_at(tensor: Tensor, shape: torch.Size, index: tuple[int, ...]) -> float
 
 
 def rows_all_neginf(tensor: Tensor, dim: int) -> Tensor:
-    """Which rows along ``dim`` hold nothing but ``-inf``."""
+    """A mask of the rows along ``dim`` that are all ``-inf``."""
     return torch.isneginf(tensor.detach()).all(dim)

@@ -1,4 +1,4 @@
-"""A diagnosis of an op that gave birth to a non-finite value, in the forward or backward pass."""
+"""The diagnosis of an op that made a non-finite value from finite ones, forward or backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nanguard.source.frames import source_of
 
 _LARGEST_FP16 = 65504.0
 _JUMP = 64.0
-"""By how much an op must make gradients grow to be blamed for it."""
+"""An op that makes gradients grow by this factor is blamed for their overflow."""
 
 
 def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
-    """Cause, op, module and line of a birth."""
+    """The cause, op, module and line of a birth."""
     run, event, note = exam.run, finding.event, finding.event.note
     cause, because = name_cause(Case(run.trace, finding))
     phase: Phase = "backward" if finding.discarded else note.phase
@@ -43,7 +43,7 @@ def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
 
 
 def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
-    """A constant that torch's own code brings along belongs to the op that the line calls: logdet has its own NaN."""
+    """Torch's own constants belong to the op that the user called: ``logdet`` makes its NaN with ``scalar_tensor``."""
     if event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
         near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
         return near[0] if near else note.name
@@ -51,16 +51,16 @@ def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
 
 
 def _module(exam: Exam, note: Note) -> str:
-    """A hook that the program has put on a gradient belongs to the module that put it there."""
+    """A hook on a gradient belongs to the module that registered it."""
     homes = {module for _, module in exam.run.hooks}
     return homes.pop() if note.in_user_code and not note.is_custom and len(homes) == 1 else note.module
 
 
-# ---- the executing line is innocent ----------------------------------------------------------------------------------
+# ---- gradients that overflow fp16 ------------------------------------------------------------------------------------
 
 
 def _upstream(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
-    """Where a gradient overflows fp16, what made it so large is to blame, not the op that could not hold it."""
+    """If a gradient overflows fp16, blame what made it large, not the op whose result overflowed."""
     if diagnosis.cause != "overflow_fp16" or diagnosis.phase != "backward":
         return diagnosis
     scaler = exam.parts.precision.scaler
@@ -86,9 +86,9 @@ def _upstream(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
 
 
 def _largest_jump(event: TraceEvent) -> Note | None:
-    """On the way of a gradient from the loss to where it overflowed: the op that made it grow most, if one did.
+    """The op that made a gradient grow most, between the loss and the overflow.
 
-    None where that is the op of the birth itself. Products of matrices sum over many entries and are no jumps.
+    None if it grew nowhere, or in the op that overflowed. Matrix products do not count: they sum over many entries.
     """
     note: Note | None = event.note
     best: tuple[float, Note] | None = None
@@ -102,12 +102,12 @@ def _largest_jump(event: TraceEvent) -> Note | None:
 
 
 def _gradient_into(note: Note) -> Note | None:
-    """The gradient that an op of the backward pass was given."""
+    """The incoming gradient of an op of the backward pass."""
     return next((p for p in note.parents if isinstance(p, Note) and p.phase == "backward"), None)
 
 
 def _unnormalised_sum(loss: Note | None) -> Note | None:
-    """On the way from the loss to what it is made of: a sum that is no mean."""
+    """The sum that the loss is made of, if it is not divided by the number of elements."""
     note = loss
     for _ in range(12):
         if note is None or note.op == "mean" or (note.op == "div" and max(map(abs, note.scalars), default=2.0) > 1):

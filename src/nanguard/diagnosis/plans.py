@@ -1,4 +1,4 @@
-"""What is known of an op before it runs: what it writes to, and whether it only gives a view."""
+"""Static facts about an op: which arguments it writes to, and whether it returns a view."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from nanguard import _compat
 
 LIFTS = ("lift", "lift_fresh")
-"""How ``torch.tensor(...)`` comes to the dispatcher."""
+"""The ops that the dispatcher sees for ``torch.tensor(...)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of an op before it runs."""
+    """Static facts about an op."""
 
     op: str
     is_view: bool
@@ -45,7 +45,7 @@ def plan_of(func: Any) -> Plan:
 
 
 def _writes_unsaid(func: Any, argument: str) -> bool:
-    """Torch does not say that batch norm writes to its running statistics."""
+    """The schema of batch norm does not declare that it writes to its running statistics."""
     name = str(func.overloadpacket.__name__)
     is_forward = "batch_norm" in name and "backward" not in name
     return is_forward and argument in ("running_mean", "running_var")

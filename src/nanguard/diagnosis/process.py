@@ -1,4 +1,4 @@
-"""Slow processes: an overflow that training was heading for is named by what grew, not by the op where it ended."""
+"""Slow growth: name an overflow by what grew over many steps, not by the op that overflowed first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nanguard.records.diagnosis import Diagnosis
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 _GREW, _ROSE = 8.0, 50.0
-"""By how much operands must have grown since a snapshot, and readings over the last steps, to be called growth."""
+"""Growth is at least this factor: of operands since a snapshot, and of readings over the last steps."""
 
 _ABSURD, _SANE = 1e12, 1e4
-"""No training makes one parameter as large as the first while most others are below the second."""
+"""Training does not make one parameter larger than the first while most others are below the second."""
 
 _PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
 
 
 def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
-    """The same diagnosis, or that of a process behind it."""
+    """The diagnosis of the slow growth behind an overflow, or the same diagnosis if there is none."""
     if diagnosis.cause not in _OVERFLOWS or diagnosis.phase not in ("forward", "backward"):
         return diagnosis
     huge = _huge_parameter(exam, event)
@@ -48,14 +48,14 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
     return replace(
         diagnosis,
         cause="gradient_explosion",
-        module=event.note.home or diagnosis.module,  # which op of it ended first is an accident
+        module=event.note.home or diagnosis.module,  # which of its ops overflows first is an accident
         because="; ".join(told) or "losses have risen from step to step",
         evidence=(*diagnosis.evidence, diagnosis.because),
     )
 
 
 def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
-    """A parameter of absurd size that was so from the start, and its size."""
+    """The name and size of a parameter that was absurdly large from the start."""
     parameters = exam.inventory.parameters()
     for leaf in filter(None, map(parameter_behind, event.note.parents)):
         name, size = leaf.name.partition(" ")[2], size_of(leaf)
@@ -71,7 +71,7 @@ def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
 
 
 def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:
-    """How large the operands of an op were with the weights of the oldest snapshot, how large they are, since when."""
+    """The size of the operands with the weights of the oldest snapshot, their size now, and the snapshot's step."""
     past, replay, note = exam.past, exam.replay, event.note
     if replay is None or past.older_weights is None or past.oldest_step is None:
         return None
@@ -88,7 +88,7 @@ def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:
 
 
 def _is_attention(event: TraceEvent, trace: Trace) -> bool:
-    """A product of two things that are no parameters, on its way into a softmax."""
+    """True for a product of two non-parameters whose result goes into a softmax."""
     note = event.note
     if "dot_product" in note.op:
         return True
@@ -106,7 +106,7 @@ def _is_attention(event: TraceEvent, trace: Trace) -> bool:
 
 
 def _rises(values: list[float]) -> bool:
-    """Whether the last values of a history are far above its beginning, and still going up."""
+    """True if the last values are far above the first ones and do not fall."""
     values = [value for value in values if math.isfinite(value) and value > 0]
     if len(values) < 3:
         return False

@@ -1,4 +1,4 @@
-"""The records of a trace: ops that ran, and where non-finite values came from and went."""
+"""The records of a trace: the ops that ran, and the path of non-finite values through them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanguard.diagnosis.look import NOTHING, Look
 from nanguard.source.frames import Place
 
 PARAMETER, BUFFER, STATE, BATCH, OTHER = 1, 2, 4, 8, 16
-"""What a value depends on, as bits."""
+"""Bits that say what a value depends on."""
 
 Kind = Literal["birth", "turned", "given", "outside", "heir"]
 EventPhase = Literal["forward", "backward", "optimizer"]
@@ -18,7 +18,7 @@ EventPhase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class Leaf:
-    """A tensor that was there before the step."""
+    """A tensor that existed before the step."""
 
     name: str
     roots: int
@@ -29,10 +29,10 @@ class Leaf:
 
 @dataclass(slots=True)
 class Note:
-    """One op that ran, in scalars.
+    """One op that ran. It holds numbers, not tensors.
 
-    ``node`` names the forward op whose derivative it belongs to; ``home`` is the module whose code the line is in, it
-    may be around the innermost one; ``owner`` is the parameter that an update is for.
+    ``node`` is the forward op whose derivative this op belongs to. ``home`` is the module whose code contains the line;
+    it may be a parent of ``module``, the innermost one. ``owner`` is the parameter that an update is for.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Note:
 
     @property
     def name(self) -> str:
-        """As people know it: that of the forward op, for one of its derivative."""
+        """The name to show: for an op of a derivative, the name of the forward op."""
         return self.node if self.node and not self.in_user_code else self.op
 
 
@@ -76,7 +76,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Swallow:
-    """An op that took non-finite values and gave finite ones."""
+    """An op with non-finite inputs and finite outputs."""
 
     note: Note
     events: tuple[TraceEvent, ...]

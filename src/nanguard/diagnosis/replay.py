@@ -1,4 +1,4 @@
-"""Runs the failing step again, watched or in other conditions, and leaves no trace of it."""
+"""Run the failing step again, traced or under other conditions, and restore everything afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("nanguard")
 
 
 class Replay:
-    """Of one step. ``seconds`` and ``num`` say what it has cost so far."""
+    """Replays one step. ``seconds`` and ``num`` are the time and the number of replays so far."""
 
     def __init__(self, parts: StepParts, dry_run: DryRun, pending: PendingStep) -> None:
         self.parts, self.pending = parts, pending
@@ -53,7 +53,7 @@ class Replay:
     # ---- watched -------------------------------------------------------------------------------------------------
 
     def watched(self, *, update: bool = False) -> Run:
-        """The step with every op followed, with ``update`` the optimizers' too. Stops where something shows."""
+        """Trace every op of the step, with ``update`` also the optimizers'. Stop at the first non-finite result."""
         saved: dict[str, tuple[Tensor, Tensor]] = {}
 
         def save(name: str, tensor: Tensor) -> None:
@@ -85,7 +85,7 @@ class Replay:
         return run
 
     def watched_update(self) -> Run:
-        """The optimizers' update alone, by the gradients that are there now, with every op followed; taken back."""
+        """Trace the optimizers' update alone, with the current gradients, and undo it."""
         trace = Trace(self._modules)
         self._introduce(trace)
         run = Run(trace)
@@ -100,7 +100,7 @@ class Replay:
                 trace.know(name, tensor, BATCH, watched=True)
 
     def _sharing(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The data that lie in the storage of a tensor, as far as they can be written to."""
+        """The data tensors that share storage with a tensor and can be written to."""
         key = _compat.storage_key(tensor)
         return {n: t for n, t in self._data.items() if _compat.storage_key(t) == key and _can_be_written_to(t)}
 
@@ -119,7 +119,7 @@ class Replay:
 
     @runs_user_code
     def _watch_update(self, run: Run) -> None:
-        """One parameter at a time, so that each op has one that it works for."""
+        """Update one parameter at a time, so that each op belongs to one parameter."""
         parts = self.parts
         grads = [
             (parts.state.name_of(p), p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None
@@ -149,7 +149,7 @@ class Replay:
     def is_finite(
         self, *, fp32: Sequence[str] | None = None, samples: Sequence[int] | None = None, num: int = 0
     ) -> bool:
-        """Whether loss and gradients are finite: with modules in fp32 (all of the model: ``[""]``), or on samples."""
+        """True if loss and gradients are finite with modules in fp32 (``[""]``: the whole model), or on samples."""
         pending = self.pending
         if samples is not None and self.parts.state.device.type != "cpu":
             samples = filled(samples, num)
@@ -162,17 +162,17 @@ class Replay:
             grads = {str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None}
             if not all(look(loss).is_finite for loss in losses):
                 return False
-            scaler = self.parts.precision.scaler  # gradients may overflow by their scale alone, and it will come down
+            scaler = self.parts.precision.scaler  # gradients may overflow by the scale alone, and it can go down
             is_scaled = scaler is not None and scaler.scale.item() > scaler.floor
             return is_scaled or not nonfinite_names(grads)
 
     def in_fp32(self, names: Sequence[str] | None) -> contextlib.AbstractContextManager[None]:
-        """Modules in fp32; the whole step, with autocast and loss scale off, for ``[""]``."""
+        """Run these modules in fp32. For ``[""]`` it is the whole step, without autocast and loss scale."""
         return contextlib.nullcontext() if names is None else self._dry_run.in_fp32(self.pending, names)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """What the user's program was seen to write to is put back."""
+        """Restore the tensors that the user's program writes to."""
         live = {**self.inventory.tensors(), **self._data} if self._written else {}
         saved = {name: (live[name], live[name].detach().clone()) for name in self._written & set(live)}
         try:
@@ -188,7 +188,7 @@ class Replay:
         began = time.monotonic()
         self.num += 1
         try:
-            for leaf, _ in grads:  # also of what no optimizer has: a backward pass would add to it
+            for leaf, _ in grads:  # also of tensors without an optimizer: a backward pass would add to it
                 leaf.grad = None
             with self._dry_run.stage(pending, alone=True):
                 yield
@@ -201,7 +201,7 @@ class Replay:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what waits for other ranks: they take no part in a replay, and would not be where they are expected."""
+    """Refuse collectives: the other ranks take no part in a replay, so a collective would hang."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
@@ -217,20 +217,20 @@ def _write_back(saved: dict[str, tuple[Tensor, Tensor]]) -> None:
 
 
 def _data(pending: PendingStep) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the step was given, by name."""
+    """The tensors of the step's batches, by name."""
     for place, micro in enumerate(pending.microbatches):
         yield from named_tensors(micro.batch, "batch" if len(pending.microbatches) == 1 else f"microbatches[{place}]")
 
 
 def _can_be_written_to(tensor: Tensor) -> bool:
-    """Whether no two elements share their memory."""
+    """True if no two elements share memory."""
     if tensor.layout is not torch.strided:
         return False
     return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _generators(modules: Any) -> Iterator[Generator]:
-    """Generators that modules keep for themselves."""
+    """The random generators that are attributes of modules."""
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, Generator):

@@ -20,7 +20,7 @@ from nanguard.records.diagnosis import Operand
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a rule is given."""
+    """The input of a rule: the trace, and the event to blame."""
 
     trace: Trace
     finding: TraceFinding
@@ -54,7 +54,7 @@ Found = tuple[str, str] | None
 Rule = Callable[[Case], Found]
 
 _SMALLEST = 2.0**-150
-"""At or below it nothing is left in fp32, which normalisations compute in."""
+"""This and smaller numbers are 0 in fp32, which normalisations compute in."""
 
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
@@ -74,7 +74,7 @@ _ADDS = frozenset(
 
 
 def _argument(case: Case) -> Operand | None:
-    """What a function of one argument was given."""
+    """The argument of a function with one argument."""
     return case.evidence.operand("self", "input", "x")
 
 
@@ -83,7 +83,7 @@ def _value(operand: Operand | None) -> float | None:
 
 
 def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
-    """Numerator, denominator, and the name of the latter's argument."""
+    """The numerator, the denominator, and the name of the denominator's argument."""
     evidence = case.evidence
     if case.op in ("reciprocal", "rsqrt"):
         return Operand(name="one", value=1.0), evidence.operand("self"), "self"
@@ -93,7 +93,7 @@ def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
 
 
 def is_label(case: Case) -> bool:
-    """Whether the value depends on the batch alone and the model never sees it: a target, not an input."""
+    """True if the value depends on the batch alone and the model never gets it: a target, not an input."""
     roots = case.note.roots
     if not roots & BATCH or roots & (PARAMETER | BUFFER | STATE) or case.note.phase != "forward":
         return False
@@ -119,7 +119,7 @@ def reach(operand: Operand | None) -> float:
 
 
 def given(case: Case) -> Found:
-    """A value that an op brought along: memory that nobody wrote to, or torch's own NaN for what has no answer."""
+    """A value that does not come from operands: uninitialised memory, or a NaN constant of torch."""
     if case.event.kind != "given" or not case.event.has_nan or case.note.node in _SPREADS:
         return None
     near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
@@ -144,7 +144,7 @@ def discarded(case: Case) -> Found:
 
 
 def root_gradient(case: Case) -> Found:
-    """The derivative of a root at zero; of acos and asin at the ends of their domain."""
+    """The derivative of a root at zero, or of acos and asin at the ends of their domain."""
     if case.note.phase != "backward" or case.note.in_user_code:
         return None
     node = case.note.node
@@ -314,14 +314,14 @@ def infinities(case: Case) -> Found:
 
 
 def _hidden(case: Case) -> Found:
-    """An infinity that was put there, a mask, reaches the loss as such."""
+    """An infinity of a mask reaches the loss."""
     if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
         return None
     return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
 
 
 def overflow(case: Case) -> Found:
-    """Finite in a wider format, or by far the largest of its operands."""
+    """The op is finite in a wider format, or it is one that grows beyond every format."""
     if not case.is_birth:
         return None
     wide, dtype = case.evidence.finite_in, case.dtype
@@ -336,7 +336,7 @@ def overflow(case: Case) -> Found:
 
 
 def norm_inside(case: Case) -> Found:
-    """Ops that divide by a norm themselves."""
+    """Ops that divide by a norm internally."""
     if "weight_norm" not in case.op and case.op not in ("renorm", "cosine_similarity", "normalize"):
         return None
     return "division_by_near_zero_norm", f"{case.op} divides a vector of zeros by its norm"

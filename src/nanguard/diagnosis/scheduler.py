@@ -1,6 +1,6 @@
-"""When to examine a step, how deeply, and by what was captured of it: the guard's side of diagnosis.
+"""Decide when to examine a step, how deeply, and from which captured data.
 
-A fault in the diagnosis itself is logged and never stops a run that is safe.
+An error in the diagnosis itself is logged. It never stops the run.
 """
 
 from __future__ import annotations
@@ -36,62 +36,62 @@ _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at mo
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
-"""After so many examinations that all ended alike, the next ones are taken for the same, as long as the same shows."""
+"""After this many examinations with the same result, similar incidents are assumed to be the same."""
 
 _LOOK_AGAIN_EVERY = 20
-"""Of those, one in so many is examined all the same: another fault may look alike."""
+"""One in this many of those is still examined: another fault may look similar."""
 
 _LONGEST_PAUSE = 1
-"""After more steps than that without an incident the next one is looked at again: it may be another fault."""
+"""After more steps than this without an incident, the next one is examined again: it may be another fault."""
 
 
 class DiagnosisScheduler:
-    """``"auto"`` examines the first step of a kind fully and repeats briefly; the others do as they say."""
+    """Schedules examinations. ``"auto"`` examines the first step of each kind fully and repeats briefly."""
 
     def __init__(self, parts: StepParts, dry_run: DryRun, how: How) -> None:
         self._parts, self._how = parts, how
         self._examiner = Examiner(parts, dry_run)
         self.live = Live(parts)
         self.advice = ""
-        """What to do to have more found out, where the step cannot be handed over."""
+        """What the user can do to get a better diagnosis, if nanguard cannot run the step itself."""
         self._seen: Counter[Kind] = Counter()
         self._modules: dict[Kind, tuple[str, ...]] = {}
         self._traced: dict[tuple[str, ...], Diagnosis] = {}
-        """What traced steps have told, by where it showed."""
+        """The diagnoses of traced steps, by what was found non-finite."""
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
         self._num_taken = 0
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
-    # ---- while a step runs in a loop of the user's own -----------------------------------------------------------
+    # ---- while a step runs in the user's own loop ----------------------------------------------------------------
 
     def begin(self, batch: Any) -> None:
-        """A step begins."""
+        """Start a step."""
         self.live.begin(batch)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around a part of the step."""
+        """Wrap a part of the step."""
         return self.live.watching()
 
     def before_backward(self, loss: Tensor) -> Any:
-        """On a CPU, what the graph of a bad loss knows; elsewhere looking would mean to wait."""
+        """The finding in the graph of a bad loss. None on a GPU: looking at the loss would sync."""
         if self._parts.state.device.type != "cpu":
             return None
         return graph_probe.examine_graph([loss], calling_line())
 
     def after_backward(self, loss: Tensor) -> Any:
-        """What showed in a step that was traced."""
+        """The result of a step that was traced; None if it was not."""
         return self.live.after_backward(loss)
 
-    # ---- when it was bad -----------------------------------------------------------------------------------------
+    # ---- after a bad step ----------------------------------------------------------------------------------------
 
     def examine(
         self, pending: PendingStep, reading: Reading, past: Past, *, update: bool = False, is_last: bool = False
     ) -> Diagnosis | None:
-        """Called with the world as the failing step found it. None where nothing could be found out or nobody asked.
+        """The diagnosis of a bad step; the training state must be the one before it. None if off or without a result.
 
-        A step that is the run's last one (``is_last``) is not taken for a repeat of those before it.
+        The last step of a run (``is_last``) is always examined, never assumed to be a repeat.
         """
         if self._how == "off":
             return None
@@ -116,7 +116,7 @@ class DiagnosisScheduler:
         return diagnosis
 
     def _with_known_modules(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Those that helped when a step of this kind was examined fully, where this one was not."""
+        """Add the modules that helped when a step of this kind was examined fully, if this one was not."""
         known = self._modules.get(_kind(diagnosis), ())
         if diagnosis.modules_to_keep or diagnosis.depth == "full" or not known:
             return diagnosis
@@ -127,17 +127,17 @@ class DiagnosisScheduler:
         return self._num_taken % _LOOK_AGAIN_EVERY > 0
 
     def _is_alike(self, reading: Reading) -> bool:
-        """Whether the same showed as the last time, and not long ago; the same answer on all ranks."""
+        """True if the last incident was recent and found the same. All ranks get the same answer."""
         (step, found), self._showed = self._showed, (reading.step, reading.found)
         return found == reading.found and abs(reading.step - step) <= _LONGEST_PAUSE
 
     def _is_concerned(self, reading: Reading) -> bool:
-        """Whether this rank saw something of its own; where nobody knows, all of them look."""
+        """True if this rank saw something non-finite. If no rank is known, all ranks examine."""
         ranks = [flags.rank for flags in reading.ranks]
         return not ranks or self._parts.ranks.rank in ranks
 
     def _shared(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
-        """That of the first rank that has one: all ranks go by the same."""
+        """The diagnosis of the first rank that has one, so that all ranks use the same."""
         if self._parts.ranks.size == 1:
             return diagnosis
         source, text = self._parts.ranks.share("" if diagnosis is None else diagnosis.as_json())
@@ -148,9 +148,9 @@ class DiagnosisScheduler:
     def _by_what_was_captured(
         self, pending: PendingStep, reading: Reading, past: Past, update: bool
     ) -> Diagnosis | None:
-        """The whole step where the guard ran it; else as it was traced live; else the model from its inputs."""
+        """Replay the whole step if possible; else use the live trace; else replay the model from its inputs."""
         if self._parts.ranks.has_others and any(isinstance(m, nn.SyncBatchNorm) for m in self._parts.modules):
-            return None  # its forward pass waits for the other ranks, which may not be looking
+            return None  # its forward pass waits for the other ranks, which may not examine the step
         if pending.rerunnable and pending.microbatches:
             return self._examiner.examine(pending, reading, past, self._is_deep, update=update)
         if pending.live is not None and not pending.live.is_finite:
@@ -178,7 +178,7 @@ class DiagnosisScheduler:
         return None if diagnosis.cause == "unknown" else diagnosis
 
     def _by_tracing(self, diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
-        """Nothing could be run again: what a step that was traced has told, or one of the next ones will."""
+        """Nothing could be replayed: use the diagnosis of a traced step, or trace some of the next steps."""
         known = self._traced.get(reading.found)
         if known is not None:
             return _taken_for(known, reading, f"not traced: taken for the same as in step {known.step:,}")
@@ -190,15 +190,15 @@ class DiagnosisScheduler:
         return replace(diagnosis, notes=(*diagnosis.notes, _SEARCHES), fix=fix)
 
     def _of_calls(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
-        """The model from its captured inputs, with the gradient that reached its output."""
+        """Replay the model from its captured inputs and the gradient of its output."""
         micros = [
             Microbatch(_call_again, call, call.rng, reduce_gradients=False, autocast=call.autocast)
             for call in pending.calls
-            if call.gradients  # one that gave nothing to differentiate has no part in the loss
+            if call.gradients  # a call without gradients has no part in the loss
         ]
         if not micros:
             return None
-        if reading.damaged:  # the captured gradients are those of the damage: with older weights they would mislead
+        if reading.damaged:  # the captured gradients belong to the damaged weights, not to older ones
             past = replace(past, older_weights=None)
         again = replace(pending, rerunnable=True, divisor=1, microbatches=micros)
         with self._parts.precision.unscaled():  # the captured gradients are scaled already
@@ -212,11 +212,11 @@ class DiagnosisScheduler:
         is_each_a_microbatch = len(pending.calls) == len(pending.losses)
         microbatch = diagnosis.microbatch if is_each_a_microbatch else None
         call = micros[diagnosis.microbatch or 0].batch
-        source = diagnosis.source or source_of(call.place)  # a model of torch's own modules has no line but its call
+        source = diagnosis.source or source_of(call.place)  # a model of torch modules only has no other line
         return replace(diagnosis, capture="module", microbatch=microbatch, source=source)
 
     def _is_deep(self, diagnosis: Diagnosis) -> bool:
-        """Whether to go on from what the trace says to experiments."""
+        """True if experiments should follow."""
         return self._how == "full" or (self._how == "auto" and not self._seen[_kind(diagnosis)])
 
     def _remember(self, diagnosis: Diagnosis) -> None:
@@ -230,7 +230,7 @@ class DiagnosisScheduler:
 
 
 def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
-    """What was found before, without what holds of that step alone."""
+    """An earlier diagnosis, without the facts that hold for its step alone."""
     because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
     guess = replace(known, because=because, confidence="guess", notes=(note,), evidence=(), operands=())
     guess = replace(guess, samples=(), element=None, chain=(), harmless=(), trail=(), tried=())
@@ -247,7 +247,7 @@ def _call_again(model: Any, call: Any) -> Tensor:
 
 
 def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool) -> Diagnosis:
-    """The model itself is finite on what it was given: the fault is in the code around it."""
+    """The model is finite on its inputs, so the fault is in the code around it."""
     if gradient_is_bad:
         because = "the gradient that reaches the model's output is non-finite already: it is born in the loss"
     elif missed:

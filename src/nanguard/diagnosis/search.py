@@ -1,4 +1,4 @@
-"""How many of the next steps are traced for a fault that was not located: a few at once, then seldom, then none."""
+"""How many steps are traced after a fault that was not located: a few at once, then some, then none."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable
 log = logging.getLogger("nanguard")
 
 BURST = 10
-"""So many steps are traced right after the incident: a fault often comes again at once."""
+"""This many steps are traced right after the incident: a fault often repeats soon."""
 
 LONGEST_BURST = 60.0
-"""In seconds. Where steps are long the burst ends earlier."""
+"""In seconds. If steps are long, the burst ends earlier."""
 
 SHARE = 0.02
-"""After the burst tracing takes at most this share of the run's time."""
+"""After the burst, tracing takes at most this share of the run time."""
 
 MOST_STEPS = 100
-"""After so many traced steps without a result the search is given up."""
+"""After this many traced steps without a result the search ends."""
 
 Kind = tuple[str, ...]
 
 
 class Search:
-    """Shared by all optimizers of a program, so that they share the time too.
+    """Decides which steps to trace. All optimizers of a program share it, and so its time limits.
 
-    There is one search for each kind of incident: what it did not find is not searched for again. All the time that a
-    traced step takes is counted, not only what tracing adds to it. ``clock`` gives seconds.
+    There is one search per kind of incident; it is not repeated. The whole time of a traced step counts, not only what
+    tracing adds to it. ``clock`` returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -46,7 +46,7 @@ class Search:
         return bool(self._open)
 
     def begin(self, kind: Kind, step: int) -> bool:
-        """An incident of this kind was not located. True if steps are traced for it from now on, or already."""
+        """Start a search for an incident that was not located. True if steps are traced for it."""
         if kind in self._kinds:
             return kind in self._open
         self._kinds.add(kind)
@@ -62,11 +62,11 @@ class Search:
         return True
 
     def wants_step(self) -> bool:
-        """Whether the step that begins now is to be traced."""
+        """True if the step that starts now should be traced."""
         return self.is_on and (self._burst > 0 or self._clock() >= self._not_before)
 
     def spent(self, seconds: float) -> None:
-        """A traced step took so long; the next one is put off accordingly. Gives the search up after the last one."""
+        """Count the time of a traced step and delay the next one. End the search after the last one."""
         self._num_traced += 1
         self._seconds += seconds
         if self._burst > 0:
@@ -83,6 +83,6 @@ class Search:
             )
 
     def found(self) -> None:
-        """A traced step has told what there is to tell. What else was searched for may be searched for again."""
+        """End the search with a result. The kinds that were searched for may be searched for again."""
         self._kinds -= self._open
         self._open.clear()

@@ -1,4 +1,4 @@
-"""Reads the user's program without running it: which lines a value is made of, and which could give a NaN or Inf."""
+"""Read the user's source code: which lines a value is computed from, and which could return NaN or Inf."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPERATORS: dict[str, type[ast.operator]] = {"div": ast.Div, "pow": ast.Pow, "mu
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A line that a value may come from, and how much speaks for it: 0 where nothing does."""
+    """A line that may have made a value non-finite, and its risk: 0 is none."""
 
     risk: int
     source: Source
@@ -58,7 +58,7 @@ class ProgramSource:
                 self._enter(file, child, scope)
 
     def function_of(self, node: ast.AST) -> str:
-        """The name of the function that a node is in, ``""`` outside any."""
+        """The name of the function that contains a node, ``""`` if it is in none."""
         return getattr(self._scopes.get(id(node)), "name", "")
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
@@ -69,7 +69,7 @@ class ProgramSource:
                 yield from ((file, node) for node in ast.walk(tree) if isinstance(node, kinds))
 
     def origin(self, file: str, statement: ast.AST, value: ast.AST) -> Origin:
-        """The line most likely to have made a value non-finite: the statement itself, or one that it is made of.
+        """The line that most likely made a value non-finite: the statement, or one that it is computed from.
 
         Follows names to their assignments in the same function, and calls into functions of the program.
         """
@@ -89,7 +89,7 @@ class ProgramSource:
         return best
 
     def lines_behind(self, file: str, line: int, op: str) -> list[Source]:
-        """Those that compute an op on the way to what a line differentiates: ``loss.backward()``."""
+        """The lines that compute an op on the way to the loss that this line differentiates: ``loss.backward()``."""
         tree = parsed(file)
         found: dict[int, Source] = {}
         for call in ast.walk(tree) if tree is not None else ():
@@ -100,7 +100,7 @@ class ProgramSource:
         return list(dict.fromkeys(found.values()))
 
     def lines_with(self, op: str) -> list[Source]:
-        """Those of the whole program that compute an op."""
+        """All lines of the program that compute an op."""
         statements = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
         found = [source_of_node(file, node) for file, node in self.nodes(*statements) if computes(node, op)]
         return list(dict.fromkeys(found))
@@ -135,7 +135,7 @@ class ProgramSource:
 
 
 def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
-    """``NAN = float("nan")``: whoever uses it is to be named, not the line that defines it."""
+    """Constants such as ``NAN = float("nan")``. The line that uses one is reported, not its definition."""
     for node in tree.body:
         if isinstance(node, ast.Assign):
             for target in flattened(node.targets):
@@ -145,7 +145,7 @@ def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
 
 
 def risk_of(value: ast.AST) -> int:
-    """How likely an expression is to give a NaN or Inf by itself."""
+    """How likely an expression itself returns NaN or Inf."""
     risk = 0
     for each in ast.walk(value):
         if is_nonfinite_literal(each):
@@ -162,19 +162,19 @@ def risk_of(value: ast.AST) -> int:
 
 
 def computes(value: ast.AST, op: str) -> bool:
-    """Whether an op is in an expression: ``torch.log(p)``, ``p.log()``, ``a / b``."""
+    """True if an expression contains an op: ``torch.log(p)``, ``p.log()``, ``a / b``."""
     operator = _OPERATORS.get(op)
     for each in ast.walk(value):
         if isinstance(each, ast.Call) and last_name(each.func) == op:
             return True
         by_number = isinstance(each, ast.BinOp) and isinstance(each.right, ast.Constant)
         if operator is not None and isinstance(each, ast.BinOp) and isinstance(each.op, operator):
-            return not (op == "div" and by_number)  # by a number it stays finite
+            return not (op == "div" and by_number)  # division by a constant stays finite
     return False
 
 
 def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:
-    """``float("nan")``, ``math.inf`` and the like; with ``nan`` the one kind or the other alone."""
+    """True for ``float("nan")``, ``math.inf`` and so on. ``nan=True`` accepts NaN only, ``nan=False`` Inf only."""
     names = {True: ("nan",), False: ("inf", "infinity"), None: ("nan", "inf", "infinity")}[nan]
     if isinstance(node, ast.Call) and last_name(node.func) == "float" and node.args:
         text = node.args[0]
@@ -184,7 +184,7 @@ def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:
 
 
 def stored_names(node: ast.Assign | ast.AugAssign) -> Iterator[str]:
-    """The variables, attributes and string keys that a statement stores to."""
+    """The variables, attributes and string keys that a statement assigns to."""
     for target in flattened(node.targets if isinstance(node, ast.Assign) else [node.target]):
         yield stored_name(target)
 

@@ -1,4 +1,4 @@
-"""Faults that no op of the forward or backward pass is guilty of: bad data, corrupted state, a wrong optimizer."""
+"""Faults outside of the forward and backward pass: bad data, corrupted state, the optimizer's update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
 
 
 def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
-    """None where an op is to blame."""
+    """The diagnosis of such a fault. None if an op of the forward or backward pass is to blame."""
     if exam.run.found == "update":
         return _of_update(exam, _first_in_backward(exam, finding))
     if finding.event.kind == "outside":
@@ -31,7 +31,7 @@ def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
     return None if write is None else _of_write(exam, finding, write)
 
 
-# ---- what was there before the step ----------------------------------------------------------------------------------
+# ---- values from before the step -------------------------------------------------------------------------------------
 
 
 def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
@@ -75,13 +75,13 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         is_line_traced=line is None,
         samples=samples,
         because=f"{event.origin} holds {where}",
-        confidence="guess" if event.note.roots & OTHER else "certain",  # who made it was not seen
+        confidence="guess" if event.note.roots & OTHER else "certain",  # its origin is unknown
         evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
     )
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
-    """The first op that used what came from outside, but for casts and copies."""
+    """The first op that used a value from before the step, ignoring casts and copies."""
     line = {id(finding.event)}
     for event in exam.run.trace.events:
         if event is not finding.event and any(id(parent) in line for parent in event.parents):
@@ -92,7 +92,7 @@ def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
 
 
 def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
-    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory."""
+    """Whole rows of NaN were computed; single ones among good values are uninitialised memory."""
     bad = ~torch.isfinite(exam.inventory.parameters()[name].detach())
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.ndim else bad.new_zeros(0, dtype=torch.long)
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
@@ -114,7 +114,7 @@ def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
 
 
 def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
-    """Finite, and far beyond what any initialisation or training gives."""
+    """A finite parameter that is far larger than initialisation or training can make it."""
     owner, line = _set_at(exam, name)
     because = f"parameter {name} holds values of {size:.3g}, and no training has made them"
     return Diagnosis(
@@ -129,7 +129,7 @@ def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
 
 
 def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> tuple[str, Source | None]:
-    """The module of a parameter or buffer, and the line that gives it its values, if one is found."""
+    """The module of a parameter or buffer, and the line that sets it, None if not found."""
     owner, _, attribute = name.rpartition(".")
     module = exam.inventory.module(owner)
     line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
@@ -137,7 +137,7 @@ def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> 
 
 
 def _where_in_batch(exam: Exam, origin: str) -> tuple[str, tuple[int, ...]]:
-    """What a tensor of the batch holds and where, and which samples that concerns."""
+    """What a tensor of the batch holds and where, and the affected samples."""
     micros, place = exam.pending.microbatches, exam.run.microbatch
     batch = micros[place].batch if micros else None
     prefix = "batch" if len(micros) == 1 else f"microbatches[{place}]"
@@ -154,7 +154,7 @@ def _where_in_batch(exam: Exam, origin: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
-    """What the program calls a tensor of the batch: keys, or the name it is unpacked to; its place, and of how many."""
+    """The names of a tensor of the batch in the program, its index in the batch, and the length of the batch."""
     names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
     places = re.findall(r"\[(\d+)\]", origin)
     if places and not names and exam.pending.microbatches:
@@ -166,11 +166,11 @@ def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
     return names, None, 0
 
 
-# ---- what the program writes during the step -------------------------------------------------------------------------
+# ---- writes of the user's program during the step --------------------------------------------------------------------
 
 
 def _write_on_the_way(finding: TraceFinding) -> TraceEvent | None:
-    """The first event of the forward pass, from the birth on, that wrote into a parameter or optimizer state."""
+    """The first forward event of the chain that wrote to a parameter or to optimizer state."""
     for event in finding.chain:
         if event.note.phase == "forward" and event.wrote.startswith(("parameter ", "state ")):
             return event
@@ -199,7 +199,7 @@ def _of_write(exam: Exam, finding: TraceFinding, write: TraceEvent) -> Diagnosis
 
 
 def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
-    """Finite gradients, and an optimizer that makes something else of them."""
+    """The gradients are finite, but the optimizer's update is not."""
     event, note, run = finding.event, finding.event.note, exam.run
     name = note.owner or run.names[0].rpartition(" ")[2]
     optimizer = exam.inventory.optimizer_of(name)
@@ -242,7 +242,7 @@ def _cause_of_update(exam: Exam, finding: TraceFinding) -> tuple[str, str]:
 
 
 def _line_of_state(exam: Exam, event: TraceEvent, name: str) -> Source | None:
-    """Where the program writes to the optimizer's state itself: seen in this step, or found in its source."""
+    """The line where the user's program writes to the optimizer state: seen in this step, or found in the source."""
     for wrote, note in exam.run.trace.writes.items():
         if wrote.startswith("state ") and wrote.endswith(f" of {name}"):
             return source_of(note.place)
@@ -255,9 +255,9 @@ def _line_of_state(exam: Exam, event: TraceEvent, name: str) -> Source | None:
 
 
 def _first_in_backward(exam: Exam, finding: TraceFinding) -> TraceFinding:
-    """Of several parameters that one line of the optimizer fails for, the one that backward reaches first.
+    """If one line of the optimizer fails for several parameters, the one that backward reaches first.
 
-    What made its gradient so special comes before what made those of the others.
+    Its gradient is the origin of those of the others.
     """
     trace, event = exam.run.trace, finding.event
     same_line = (event.kind, event.note.op, event.note.place)

@@ -1,11 +1,15 @@
-"""Follows every op of a step, forward, backward and update, with provenance.
+"""Record every op of a step (forward, backward and update) and the path of non-finite values.
 
-An op that makes a non-finite value of finite ones is a *birth*. One that makes a NaN of infinities only *turned* them.
-One that was given a non-finite constant (a mask, an initial value) or uninitialised memory brings a *given* value; what
-was there before the step is *outside*. All others are *heirs* of the values that went in. Where the non-finite values
-went, and where they ended without doing harm, can then be asked.
+Each op with a non-finite output is an event of one of these kinds:
 
-Scalars are kept, not tensors. A tensor is known by its storage: every op that makes or writes one passes by here.
+- *birth*: it made a non-finite value from finite ones.
+- *turned*: it made a NaN from infinities.
+- *given*: the value is a constant (a mask, an initial value) or uninitialised memory.
+- *outside*: the value existed before the step.
+- *heir*: it passed on a non-finite value of an input.
+
+The trace keeps numbers, not tensors. It identifies a tensor by its storage, because it sees every op that makes or
+writes one.
 """
 
 from __future__ import annotations
@@ -48,11 +52,11 @@ _LARGEST_COPY = 1 << 26
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context; ``modules`` says which of them an op is in.
+    """A context that records ops; ``modules`` finds the module of an op.
 
-    ``generators`` are those of the program that ops drew from, with their states before. ``save`` is called with the
-    name and tensor of a parameter, buffer or optimizer state before an op of the user's program writes to it outside
-    the optimizer, once each.
+    ``generators`` are the program's random generators that ops used, with their states before. ``save`` is called once
+    with the name and tensor of each parameter, buffer or optimizer state, before the user's program writes to it
+    outside the optimizer.
     """
 
     def __init__(self, modules: Modules, save: Callable[[str, Tensor], None] | None = None) -> None:
@@ -84,14 +88,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.modules.stop()
 
-    # ---- what was there before -----------------------------------------------------------------------------------
+    # ---- values from before the step -----------------------------------------------------------------------------
 
     def know(self, name: str, tensor: Tensor, roots: int, *, watched: bool = False, owner: str = "") -> None:
-        """A tensor by its name; ``owner`` is the parameter that a gradient or optimizer state belongs to."""
+        """Register a tensor by name; ``owner`` is the parameter of a gradient or of optimizer state."""
         key = _compat.storage_key(tensor)
         leaf = Leaf(name, roots, look(tensor), owner)
         self._leaves[key] = leaf
-        self._held.append(_compat.storage_of(tensor))  # a program may replace it, and its memory be used again
+        self._held.append(_compat.storage_of(tensor))  # keeps its memory from being reused
         self._made.pop(key, None)
         if watched:
             self._watched[key] = name
@@ -104,22 +108,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
         event = TraceEvent(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
         may_be_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE)
-        may_be_mask = may_be_mask and not (leaf.roots & BATCH and event.has_posinf)  # a weight of Inf, say
+        may_be_mask = may_be_mask and not (leaf.roots & BATCH and event.has_posinf)  # a sample weight of Inf
         event.is_mask = may_be_mask and _is_mask(tensor)
         self.events.append(event)
         return event
 
-    # ---- asking --------------------------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------------------------
 
     def events_of(self, tensor: Tensor) -> tuple[TraceEvent, ...]:
-        """Where the non-finite values of a tensor come from."""
+        """The events that the non-finite values of a tensor come from."""
         return self._bad.get(_compat.storage_key(tensor), ())
 
     def note_of(self, tensor: Tensor) -> Note | Leaf | None:
         return self._parent(_compat.storage_key(tensor))
 
     def forward_site(self, sequence: int, node: str) -> Site | None:
-        """Where the op that made a node of the graph was called."""
+        """The site of the forward op that made a node of the graph."""
         mine = self._sites.get((self._main, sequence))
         if mine is not None and _belong(mine[0], node):
             return mine[1]
@@ -128,16 +132,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return site
         return None if mine is None else mine[1]
 
-    # ---- following -----------------------------------------------------------------------------------------------
+    # ---- recording -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], (int, float)) and str(func._schema.arguments[0].type) == "Tensor":
-            args = (torch.tensor(args[0]), *args[1:])  # torch gives a constant as a number, and then does not take it
-        if _compat.is_recording():  # what we look at would be recorded too
+            args = (torch.tensor(args[0]), *args[1:])  # torch passes a constant as a number, but does not accept it
+        if _compat.is_recording():  # our own reads would be recorded too
             return func(*args, **kwargs)
         if func is torch.ops.aten._efficientzerotensor.default:
-            # It has no memory, and kernels that are called from here would read it all the same.
+            # It has no memory, but kernels called from here would still read it.
             return torch.zeros(*args, **kwargs)
         plan = self._plans.get(func) or self._plans.setdefault(func, plan_of(func))
         node = _compat.current_node()
@@ -154,14 +158,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         try:
             self._follow(func, plan, site, node, args, kwargs, written, before, result)
-        except Exception as error:  # the replayed step must not fail by being watched
+        except Exception as error:  # tracing must not make the step fail
             if self.failure is None:
                 log.debug("an op could not be followed: %s", plan.op, exc_info=True)
             self.failure = self.failure or error
         return result
 
     def _remember_node(self, plan: Plan, site: Site, node: Any) -> None:
-        """The node of an op is made right before it runs; inside ``torch.func.grad`` one for each level."""
+        """The node of an op is made right before it runs; ``torch.func.grad`` makes one per level."""
         number = _compat.next_sequence_nr()
         keys = [(threading.get_ident(), (number or 0) - level) for level in range(1, 5)]
         if not number or keys[0] in self._sites:
@@ -176,7 +180,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if number is None else self.forward_site(number, forward_op(node))
 
     def _before(self, written: list[Tensor]) -> dict[int, Tensor]:
-        """Copies of what an op is about to write to."""
+        """Copies of the tensors that an op is about to write to."""
         copies: dict[int, Tensor] = {}
         for tensor in written:
             key = _compat.storage_key(tensor)
@@ -274,7 +278,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bad_inputs(
         self, note: Note, inputs: list[tuple[str, Tensor]], before: dict[int, Tensor]
     ) -> list[tuple[Tensor, tuple[TraceEvent, ...]]]:
-        """The inputs that hold something non-finite, with where that came from."""
+        """The non-finite inputs, each with its events."""
         bad = []
         for name, tensor in inputs:
             if not can_look(tensor):
@@ -316,7 +320,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not bad:
             unseen = [source for (_, v), source in zip(values, sources, strict=True) if not look(v).is_finite]
             kind = "given" if unseen else "birth"
-            if unseen and isinstance(unseen[0], Note):  # written to bit by bit, which no float op has seen
+            if unseen and isinstance(unseen[0], Note):  # written by an integer view, so no float op saw it
                 note = unseen[0]
         else:
             if plan.is_pointwise:
@@ -332,7 +336,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num = sum(e.kind in ("birth", "turned") for e in self.events)
             if num < _MOST_BIRTHS_WITH_EVIDENCE:
                 event.evidence = gather(func, plan.is_pointwise, args, kwargs, values, sources, before, output)
-            if event.evidence.is_mask and not note.roots & PARAMETER:  # probabilities that are 0 and 1 are not meant
+            if event.evidence.is_mask and not note.roots & PARAMETER:  # outputs of the model are not a mask
                 event.kind = "given"
         return event
 
@@ -342,15 +346,15 @@ def forward_op(node: Any) -> str:
     name = str(node.name() if callable(getattr(node, "name", None)) else type(node).__name__)
     base = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward").removesuffix("Backwards")
     out = ""
-    for place, readback in enumerate(base):
-        if readback.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
+    for place, letter in enumerate(base):
+        if letter.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
             out += "_"
-        out += readback.lower()
+        out += letter.lower()
     return out.strip("_")
 
 
 def _belong(op: str, node: str) -> bool:
-    """Whether an op can have made a node."""
+    """True if an op can have made a node."""
     op, node = op.replace("_", ""), node.replace("_", "")
     return op.startswith(node) or node.startswith(op)
 
@@ -362,13 +366,13 @@ def _has_posinf(tensor: Tensor, seen: Look) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Zeros and infinities alone: to be added to something."""
+    """True for zeros and infinities only: a mask that is added to scores."""
     values = tensor.detach()
     return bool((torch.isinf(values) | (values == 0)).all())
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor is all that lies in its storage."""
+    """True if a tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() >= _compat.storage_size(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Counterfactuals: what would have made the failing step finite, tried on that very step."""
+"""Experiments: find out what would have made the failing step finite, by trying it on that step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nanguard.state.batches import num_samples
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
 _ALWAYS_MAY = 2.0
-"""Seconds: what a clock says of the shortest steps is more about the machine than about them."""
+"""In seconds. Measured times of very short steps are too noisy for a limit."""
 
 
 class Trials:
-    """Of one step. ``budget`` is the time they may take together, in times of one replay; two seconds always may be."""
+    """Experiments on one step. ``budget`` limits their time, in multiples of one replay, but to no less than 2 s."""
 
     def __init__(self, replay: Replay, budget: float) -> None:
         self._replay = replay
@@ -29,7 +29,7 @@ class Trials:
         self._spent = 0.0
 
     def made(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
-        """The diagnosis with what was tried, and the fix that is known to work, if one is."""
+        """The diagnosis with the experiments and, if one was found, the fix that works."""
         diagnosis = self._precision(diagnosis, run)
         diagnosis = self._samples(diagnosis, run)
         confirmed = diagnosis.cause.startswith("overflow") and any(
@@ -66,7 +66,7 @@ class Trials:
         return self._replay.is_finite(fp32=[""])
 
     def _fewest_modules(self, diagnosis: Diagnosis, run: Run) -> tuple[str, ...]:
-        """A few modules that make the step finite in fp32, none of which can be left out; none where no few do."""
+        """A smallest set of a few modules that make the step finite in fp32. Empty if there is no such set."""
         suspects = self._suspects(diagnosis, run)
         for size in range(1, min(_MOST_MODULES, len(suspects)) + 1):
             names = suspects[:size]
@@ -83,7 +83,7 @@ class Trials:
         return self._try(what, lambda: self._replay.is_finite(fp32=list(names)))
 
     def _shrunk(self, names: Sequence[str]) -> tuple[str, ...]:
-        """By halves, then one by one: whatever can be left out is."""
+        """Leave out every module that is not needed: first by halves, then one by one."""
         kept = list(names)
         chunk = len(kept) // 2
         while chunk >= 1 and len(kept) > 1:
@@ -98,7 +98,7 @@ class Trials:
         return tuple(kept)
 
     def _suspects(self, diagnosis: Diagnosis, run: Run) -> list[str]:
-        """The module of the birth and those around it, then the modules of other births."""
+        """The module of the diagnosis and its parents, then the modules of other births."""
         islands, names = self._replay.parts.islands, list[str]()
         births = [event.note.module for event in run.trace.events if event.kind == "birth"]
         for module in [diagnosis.module, *births]:
@@ -120,7 +120,7 @@ class Trials:
     # ---- samples -------------------------------------------------------------------------------------------------
 
     def _samples(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
-        """Which samples of the batch alone bring it about."""
+        """Find the samples of the batch that make the step non-finite."""
         micros = self._replay.pending.microbatches
         num = num_samples(micros[0].batch) if len(micros) == 1 else None
         if num is None or num < 2 or diagnosis.phase in ("parameter", "optimizer"):
@@ -137,13 +137,13 @@ class Trials:
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
         is_innocent = alone is True or (alone is None and without is False)
-        if is_guessed and without is False:  # any sample may do, as where a factor on the loss is wrong
+        if is_guessed and without is False:  # every sample may cause it, for example if a factor on the loss is wrong
             some = others[:: max(1, len(others) // _MOST_OTHERS)]
             is_innocent = all(self._on(f"sample {sample} alone", [sample], num) is False for sample in some)
         return replace(diagnosis, samples=() if is_innocent else tuple(suspects))
 
     def _bisected(self, num: int) -> list[int]:
-        """The smallest half of halves that alone is non-finite; empty where no half is."""
+        """Bisect the batch to the smallest part that is non-finite alone. Empty if neither half is."""
         left = list(range(num))
         while len(left) > 1:
             half = len(left) // 2

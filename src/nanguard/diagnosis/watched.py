@@ -1,4 +1,4 @@
-"""One watched run of a step: its trace, and where something non-finite showed."""
+"""One traced run of a step: its trace, and what was non-finite."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nanguard.step.parts import StepParts
 
 @dataclass(slots=True)
 class Run:
-    """``found`` says where it showed: in the loss, gradients, buffers, parameters or the update; ``""`` nowhere.
+    """``found`` says what was non-finite: loss, gradients, buffers, parameters or update; ``""`` if nothing was.
 
-    ``names`` are those of what was non-finite, ``ends`` the events that made them so; ``hooks`` the lines and modules
-    that hooked into gradients.
+    ``names`` are the names of the non-finite tensors, ``ends`` the events that made them so, ``hooks`` the lines and
+    modules that registered hooks on gradients.
     """
 
     trace: Trace
@@ -43,7 +43,7 @@ class Run:
             self.found, self.ends = "loss", self.trace.events_of(loss)
 
     def look_at_gradients(self, inventory: Inventory, parts: StepParts) -> None:
-        """Of what an optimizer owns."""
+        """Check the gradients of the parameters that an optimizer owns."""
         owned = {id(p) for group in parts.skippable.groups() for p in group}
         grads = {n: p.grad for n, p in inventory.parameters().items() if p.grad is not None and id(p) in owned}
         bad = nonfinite_names(grads)
@@ -52,7 +52,7 @@ class Run:
             self.ends = tuple(event for name in bad for event in self.trace.events_of(grads[name]))
 
     def look_at_writes(self, inventory: Inventory) -> None:
-        """At the buffers and parameters that the program itself has written to."""
+        """Check the buffers and parameters that the user's program wrote to."""
         for kind, tensors in (("buffer", inventory.buffers()), ("parameter", inventory.parameters())):
             written = {n: tensor for n, tensor in tensors.items() if f"{kind} {n}" in self.trace.writes}
             if self.is_finite:
@@ -72,7 +72,7 @@ class Run:
 
 
 def introduce(trace: Trace, inventory: Inventory) -> None:
-    """Names what was there before the step."""
+    """Register the tensors that existed before the step, by name."""
     for name, tensor in inventory.buffers().items():
         trace.know(f"buffer {name}", tensor, BUFFER, watched=True)
     for name, tensor in inventory.parameters().items():

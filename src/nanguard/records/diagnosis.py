@@ -1,4 +1,4 @@
-"""What a diagnosis says: frozen records of plain values, so that they can be printed, logged, saved and compared."""
+"""The records of a diagnosis: frozen, with plain values, so that they can be printed, logged, saved and compared."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nanguard.records.diagnosis_text import long_text_of, panel_of
 from nanguard.records.plain import plain
 
 Phase = Literal["forward", "backward", "data", "parameter", "buffer", "optimizer"]
-"""``forward``: born in a forward op, also where only a gradient shows it. ``backward``: what mattered forward was
-finite. ``data``: the batch holds it. ``parameter``, ``buffer``: it was there before it was used. ``optimizer``: finite
+"""``forward``: a forward op made it, even if only a gradient is non-finite. ``backward``: the forward pass was finite.
+``data``: it is in the batch. ``parameter``, ``buffer``: it was there before it was used. ``optimizer``: finite
 gradients, non-finite update."""
 
 Confidence = Literal["certain", "likely", "guess"]
-"""``certain``: an experiment on this very step confirms it. ``likely``: the values say so. ``guess``: little speaks."""
+"""``certain``: an experiment on this step confirms it. ``likely``: the values say so. ``guess``: weak evidence."""
 
 Capture = Literal["step", "module", "live", "update", "graph", "none"]
-"""What could be run again: the whole ``step``; the outermost ``module`` from its inputs and the gradient of its
-output; nothing, but the step was traced ``live``; or ``none``."""
+"""What was examined: a replay of the whole ``step``; a replay of the outermost ``module`` from its inputs and the
+gradient of its output; a ``live`` trace of the step; the optimizer's ``update``; the autograd ``graph``; ``none``."""
 
 Depth = Literal["full", "brief"]
 
@@ -40,9 +40,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """What went into the op, or came out.
+    """An input or output of the op.
 
-    ``low`` and ``high`` bound the finite values; ``value`` is the one at the offending element, where that can be said.
+    ``low`` and ``high`` bound the finite values. ``value`` is the value at the offending element, None if unknown.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One op on the way of a non-finite value; also a birth that did no harm."""
+    """One op on the path of a non-finite value, or an op with a harmless one."""
 
     op: str
     phase: str
@@ -69,7 +69,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """The values inside one module in the failing forward pass, as far as they were finite."""
+    """The range of the finite values inside one module in the failing forward pass."""
 
     module: str
     kind: str
@@ -82,7 +82,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """An experiment on the failing step. ``result`` is None where it was not made; ``detail`` says why."""
+    """An experiment on the failing step. ``result`` is None if it was not made; ``detail`` says why."""
 
     what: str
     result: Literal["finite", "non-finite"] | None
@@ -91,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fix:
-    """What to do. ``worked`` is True where it made this very step finite, None where it was not tried."""
+    """What to do. ``worked`` is True if it made this step finite, None if it was not tried."""
 
     words: str
     code: str = ""
@@ -102,12 +102,13 @@ class Fix:
 class Diagnosis:
     """Where a non-finite value was born, why, and what to do about it.
 
-    ``op`` is torch's name for the operation, that of the forward op for a fault in its derivative; ``module`` the
-    qualified name of the innermost module, ``""`` outside any; ``source`` the user's own line. ``because`` says the
-    cause in numbers. ``element`` is where the offending value sits, ``samples`` which of the batch it belongs to.
-    ``chain`` leads from the birth to where it showed; ``harmless`` births reached neither loss nor gradient.
-    Where ``is_line_traced`` is False the line was found by reading the program, not by running it: a likely place.
-    ``batch`` is the position of the step's data in the epoch, ``since_step`` when a damaged state was still good.
+    ``cause`` is the name of the cause, ``title`` the same in words. ``op`` is torch's name of the operation; for a
+    fault in a derivative it is the forward op. ``module`` is the qualified name of the innermost module, ``""`` outside
+    of all modules; ``source`` is the user's line. ``because`` gives the cause in numbers. ``element`` is the index of
+    the offending value, ``samples`` are the affected samples of the batch. ``chain`` leads from the op to the
+    non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
+    reading the program, not by running it. ``batch`` is the position of the step's data in the epoch, ``since_step``
+    the last step with a good state.
     """
 
     phase: Phase
@@ -147,7 +148,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers only; ``from_dict`` reads it back."""
+        """The diagnosis in plain containers; ``from_dict`` reads it back."""
         return asdict(self)
 
     @property
@@ -157,30 +158,30 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
-        """Of what ``as_dict`` gave, also after a way through JSON. Unknown fields are passed over."""
+        """The diagnosis from the output of ``as_dict``, also after JSON. Unknown fields are ignored."""
         built: Diagnosis = _build(cls, data)
         return built
 
     def as_json(self, indent: int | None = None) -> str:
-        """The same as text; NaN and Inf, which JSON does not know, are strings in it."""
+        """The diagnosis as JSON. NaN and Inf, which JSON does not have, become strings."""
         return json.dumps(plain(self.as_dict()), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
         return panel_of(self)
 
     def report(self) -> str:
-        """The longer text: evidence, chain, what was tried, and the values through the modules before the fault."""
+        """The long text: evidence, chain, experiments, and the values in the modules before the fault."""
         return long_text_of(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML for a notebook."""
         from nanguard.records.notebook import diagnosis_html
 
         return diagnosis_html(self)
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """A value of a record from its plain form; raises ``ValueError`` for what cannot be one."""
+    """A value of a record from its plain form. Raises ``ValueError`` if it is malformed."""
     origin = get_origin(kind)
     if origin in (types.UnionType, Union):
         options = [option for option in get_args(kind) if option is not type(None)]

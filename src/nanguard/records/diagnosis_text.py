@@ -1,4 +1,4 @@
-"""A diagnosis in words: rows of a panel, and the longer text. Pure text, no colour."""
+"""A diagnosis as plain text: the rows of a panel, and the long text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    """Name and text of each row of a panel."""
+    """The name and text of each row of a panel."""
     if diagnosis.op or diagnosis.module or diagnosis.source is not None:
         yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
     yield "because", f"{diagnosis.words}: {diagnosis.because}"
@@ -40,7 +40,7 @@ def panel_of(diagnosis: Diagnosis) -> str:
 
 
 def long_text_of(diagnosis: Diagnosis) -> str:
-    """Everything it knows, in sections."""
+    """The whole diagnosis, in sections."""
     parts = [panel_of(diagnosis)]
     evidence = [f"  {fact}" for fact in facts(diagnosis)]
     if evidence:
@@ -90,7 +90,7 @@ def _element(diagnosis: Diagnosis) -> str:
 
 
 def facts(diagnosis: Diagnosis) -> Iterator[str]:
-    """The evidence, a line each."""
+    """The evidence, one line per fact."""
     yield from diagnosis.evidence
     for operand in diagnosis.operands:
         yield _operand(operand)
@@ -109,7 +109,7 @@ def _operand(operand: Operand) -> str:
 
 
 def format_name(dtype: str) -> str:
-    """``fp16`` for ``float16``, as people say it."""
+    """``fp16`` for ``float16``, and so on."""
     return _FORMATS.get(dtype, dtype)
 
 
@@ -123,7 +123,7 @@ def _link(link: Link) -> str:
 
 
 def how_found(diagnosis: Diagnosis) -> Iterator[str]:
-    """What the examination went by, a line each."""
+    """How the diagnosis was made, one line per fact."""
     replays = f"{diagnosis.num_replays} replay{'s' * (diagnosis.num_replays != 1)}, {diagnosis.seconds:.2f} s"
     where = f"rank {diagnosis.rank}, {diagnosis.device or 'cpu'}"
     yield f"{_CAPTURED[diagnosis.capture]}; {diagnosis.depth}: {replays}; {where}"

@@ -1,1 +1,1 @@
-"""The program as it is written and as it runs: lines of frames, modules at work."""
+"""The user's program: the lines and modules that are running."""

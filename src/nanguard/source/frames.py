@@ -1,4 +1,4 @@
-"""Which line of the user's program is at work: from Python frames to a place in a file."""
+"""Find the running line of the user's program from Python frames."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def runs_user_code(function: F) -> F:
-    """Marks a function of ours that calls the user's code again: its callers say nothing about where that code is."""
+    """Mark a nanguard function that calls the user's code; frames above it are ignored."""
     _BOUNDARIES.add(function.__code__)
     return function
 
@@ -61,9 +61,8 @@ Place = tuple[str, int, str]
 class Site:
     """Where an op was called: the user's line, and the innermost module.
 
-    ``home`` is the module that the line is in, ``by_engine`` says whether the autograd engine ran the op.
-    ``in_user_code`` is True where the engine had called back into Python code of the user's: the backward of a custom
-    Function, or a hook.
+    ``home`` is the module whose code contains the line. ``by_engine`` is True if the autograd engine ran the op,
+    ``in_user_code`` if the engine called Python code of the user: the backward of a custom Function, or a hook.
     """
 
     place: Place | None
@@ -74,10 +73,10 @@ class Site:
 
 
 def find_site(modules: Modules, *, in_engine: bool) -> Site:
-    """Of the op being dispatched now, in code of these modules or outside of them.
+    """The site of the op that is being dispatched now.
 
-    The deepest line outside torch, frameworks and nanguard is the user's. Where the walk meets the call of the autograd
-    engine first, the op was run by a node of the graph and the line at the top of the stack says nothing about it.
+    The innermost line outside of torch, frameworks and nanguard is the user's. If the autograd engine's frame comes
+    first, a node of the graph ran the op, and the lines above that frame do not belong to it.
     """
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
@@ -112,7 +111,7 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
 
 
 def calling_line() -> Place | None:
-    """The user's line that is being executed, for whoever is called by it."""
+    """The user's line that is being executed. None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -120,7 +119,7 @@ def calling_line() -> Place | None:
 
 
 def source_of(place: Place | None) -> Source | None:
-    """With the text of its line."""
+    """The source record of a place, with the text of its line."""
     if place is None:
         return None
     file, line, function = place
@@ -128,7 +127,7 @@ def source_of(place: Place | None) -> Source | None:
 
 
 def user_files(objects: Any) -> list[str]:
-    """The files of the user's program: those that define the given functions and classes, the main script first."""
+    """The files of the user's program: the main script, then those that define these functions and classes."""
     files: dict[str, None] = {}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main:
@@ -147,17 +146,17 @@ def user_files(objects: Any) -> list[str]:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether code in a file is the user's program, and not torch's, a framework's or ours."""
+    """True if a file belongs to the user's program, not to torch, a framework or nanguard."""
     return _kind_of(file) == "user"
 
 
 def is_library_file(file: str) -> bool:
-    """Whether code in a file is torch's or ours."""
+    """True if a file belongs to torch or nanguard."""
     return _kind_of(file) in ("torch", "checkpoint", "nanguard", "boundary")
 
 
 def is_users(kind: type[nn.Module]) -> bool:
-    """Whether a class is defined in the user's program."""
+    """True if a class is defined in the user's program."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file is not None and is_users_file(file)
 

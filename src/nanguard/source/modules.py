@@ -1,8 +1,8 @@
-"""Which module of a model a running function belongs to.
+"""Find the module of a model that a running function belongs to.
 
-The variables of its frame are never looked at: before Python 3.13, reading them changes the dict that ``locals()`` gave
-to the program, and keeps alive what the program has deleted. While a trace runs, calls of modules are noted. A
-method that is called directly is known by its code, which belongs to a class.
+While a trace runs, calls of modules are recorded. A method that is called directly is found by its code, which belongs
+to a class. The variables of a frame are never read: before Python 3.13 that changes the dict that ``locals()`` returned
+to the program, and keeps deleted objects alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _CALL = _compat.MODULE_CALL
 
 
 class Modules:
-    """Those of a model, by name; None has none. Between ``listen`` and ``stop`` their calls are noted."""
+    """The modules of a model, by name. Their calls are recorded between ``listen`` and ``stop``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         named = [] if model is None else list(model.named_modules())
-        self._names = {id(module): plain_name(name) for name, module in reversed(named)}  # the first of two names
+        self._names = {id(module): plain_name(name) for name, module in reversed(named)}  # the first name wins
         self._methods: dict[CodeType, list[int]] = {}
         of_kind: dict[type, list[int]] = {}
         for _, module in named:
@@ -38,7 +38,7 @@ class Modules:
         self._replaced: Any = None
 
     def listen(self) -> None:
-        """From now on calls are noted. Not by torch's global hooks: ``torch.compile`` warns the program about them."""
+        """Start recording calls. Not with torch's global hooks: ``torch.compile`` warns about them."""
         if not self._names or self._replaced is not None:
             return
         original = self._replaced = _compat.module_call()
@@ -48,7 +48,7 @@ class Modules:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if _compat.is_recording():
                 return original(module, *args, **kwargs)
-            key = id(sys._getframe())  # lives, and keeps its identity, until the call is over
+            key = id(sys._getframe())  # the frame exists, with this id, until the call returns
             calls[key] = id(module)
             try:
                 return original(module, *args, **kwargs)
@@ -64,7 +64,7 @@ class Modules:
             self._calls.clear()
 
     def at(self, frame: FrameType) -> str | None:
-        """The name of the module whose method runs in a frame; None if there is none, or it could be several."""
+        """The name of the module whose method runs in a frame. None if there is none or more than one candidate."""
         code = frame.f_code
         if code is _CALL:
             return self._names.get(self._module_at(frame))
@@ -81,7 +81,7 @@ class Modules:
         return self._names[some[0]] if len(some) == 1 else None
 
     def _called(self, frame: FrameType | None) -> int | None:
-        """The innermost module that is being called."""
+        """The id of the innermost module that is being called."""
         while frame is not None:
             called = self._module_at(frame) if frame.f_code is _CALL else 0
             if called in self._names:
@@ -90,18 +90,18 @@ class Modules:
         return None
 
     def _module_at(self, frame: FrameType) -> int:
-        """The identity of the module that torch calls in a frame, whose caller has noted it."""
+        """The id of the module that torch calls in a frame; recorded by its caller."""
         return self._calls.get(id(frame.f_back), 0)
 
 
 def _codes(kind: type) -> Iterator[CodeType]:
-    """Of the methods that a class of modules defines or inherits, but for what all modules have."""
+    """The code of all methods of a module class, except those of ``nn.Module`` itself."""
     for each in kind.__mro__:
         if each is nn.Module:
             return
         for value in vars(each).values():
             function: Any = value.fget if isinstance(value, property) else value
-            while hasattr(function, "__wrapped__"):  # no_grad, checkpointing and the like
+            while hasattr(function, "__wrapped__"):  # no_grad, checkpointing and other decorators
                 function = function.__wrapped__
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType) and not isinstance(value, (staticmethod, classmethod)):
