@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -60,12 +61,6 @@ def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether ``step()`` reads ``optimizer.found_inf`` on the device and then leaves everything bit-exact."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def can_be_fused(optimizer: Optimizer) -> bool:
-    """Whether ``fused=True`` would make this optimizer skip on the device."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    return type(optimizer) in kinds and not skips_on_device(optimizer)
 
 
 def raise_if_nonfinite_(flag: Tensor, values: Tensor, one: Tensor) -> None:
@@ -295,7 +290,77 @@ def leave_mode(mode: Any) -> None:
         _push_mode(other)
 
 
+def schema_arguments(op: Any) -> Any:
+    """The declared arguments of an op, each with ``name``, ``type`` and ``alias_info``."""
+    return op._schema.arguments
+
+
+def makes_zeros_without_memory(op: Any) -> bool:
+    """Whether the result of an op has a shape and no memory. Autograd uses such zeros."""
+    return bool(op is torch.ops.aten._efficientzerotensor.default)
+
+
+def is_collective(op: Any) -> bool:
+    """Whether an op talks to other ranks."""
+    return op.namespace in ("c10d", "_c10d_functional", "c10d_functional")
+
+
+def runs_backward(code: CodeType) -> bool:
+    """Whether this is the function of torch that calls the autograd engine."""
+    return code.co_name == "_engine_run_backward"
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of the autograd graph has saved; None if there is no such thing or it has been freed."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+# ---- modules and schedulers ------------------------------------------------------------------------------------------
+
+COMPILED = "_orig_mod"
+"""The name that ``torch.compile`` gives to the module that it wraps."""
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Attributes of a module that hold its forward hooks."""
+
+LAST_RATES = "_last_lr"
+"""The attribute of a scheduler that holds the learning rates it has set last."""
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper of ``torch.compile``; None if this is no such wrapper."""
+    inner = getattr(module, COMPILED, None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that the module itself registers, not a copy. Empty before ``Module.__init__``."""
+    registered: dict[str, nn.Parameter | None] = vars(module).get("_parameters", {})
+    return registered
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """As ``parameters_of``."""
+    registered: dict[str, Tensor | None] = vars(module).get("_buffers", {})
+    return registered
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """As ``parameters_of``."""
+    registered: dict[str, nn.Module | None] = vars(module).get("_modules", {})
+    return registered
+
+
+def schedulers_inside(scheduler: Any) -> Sequence[Any]:
+    """Those that a ``SequentialLR`` or a ``ChainedScheduler`` calls."""
+    inside: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return inside
+
+
 def hooked_modules(model: nn.Module, *, backward: bool) -> list[str]:
     """Names of the modules, but for the model itself, on which somebody has put a hook."""
-    kinds = ("_backward_hooks", "_backward_pre_hooks") if backward else ("_forward_hooks", "_forward_pre_hooks")
+    kinds = ("_backward_hooks", "_backward_pre_hooks") if backward else FORWARD_HOOKS
     return [n for n, module in model.named_modules() if n and any(getattr(module, kind, None) for kind in kinds)]

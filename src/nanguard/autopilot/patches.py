@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.hosted.handshake import announce
-from nanguard.step.optimizers import is_torchs, needs_closure
+from nanguard.state.optimizer_traits import traits_of
 
 
 class Patches:
@@ -92,8 +92,8 @@ class Patches:
             closure = args[0] if args else kwargs.get("closure")
             call = functools.partial(original, optimizer, *args, **kwargs)
             # Hooks may change gradients; an optimizer of the program's own may call a closure when and as it likes.
-            has_hooks, is_strange = _compat.has_step_pre_hooks(optimizer), not is_torchs(optimizer)
-            if has_hooks or needs_closure(optimizer) or (callable(closure) and is_strange):
+            has_hooks, traits = _compat.has_step_pre_hooks(optimizer), traits_of(optimizer)
+            if has_hooks or traits.needs_closure or (callable(closure) and not traits.calls_closure_once):
                 return monitor.step(optimizer, call, is_blind=True)
             if not callable(closure):
                 return monitor.step(optimizer, call)

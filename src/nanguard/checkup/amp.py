@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from nanguard.checkup.script import Script
+from nanguard.state.optimizer_traits import names_of_optimizers
 
 Complaints = Iterator[tuple[ast.AST, str]]
 
@@ -33,7 +34,7 @@ FORMATS = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf1
 SMALLEST_FP16_EPS = 2**-25
 """What is smaller rounds to zero in fp16; at 2**-25 itself the tie goes to zero too."""
 
-HALVED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.NAdam", "torch.optim.RMSprop")
+HALVED = names_of_optimizers("loses_eps_in_fp16")
 
 
 def format_of(script: Script, call: ast.Call) -> str:

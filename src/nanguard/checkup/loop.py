@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from nanguard.checkup.amp import CLIPS
 from nanguard.checkup.script import Loop, Script
+from nanguard.state.optimizer_traits import names_of_optimizers
 
 Complaints = Iterator[tuple[ast.AST, str]]
 
-FUSABLE = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD", "torch.optim.Adagrad")
+FUSABLE = names_of_optimizers("can_be_fused")
 EXCLUDES_FUSED = ("fused", "foreach", "differentiable")
 ANOMALY = ("torch.autograd.set_detect_anomaly", "torch.autograd.detect_anomaly")
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from nanguard.checkup.script import Script
+from nanguard.state.optimizer_traits import names_of_optimizers
 
 Complaints = Iterator[tuple[ast.AST, str]]
 
@@ -15,7 +16,7 @@ LOGS = ("torch.log", "torch.log2", "torch.log10")
 PASSED_THROUGH = ("to", "cuda", "cpu", "float", "half", "bfloat16", "double", "train", "eval")
 
 WITH_EPS = {
-    **{f"torch.optim.{name}": None for name in ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad")},
+    **dict.fromkeys(names_of_optimizers("eps")),
     **{f"torch.nn.{name}": 1 for name in ("LayerNorm", "RMSNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")},
     "torch.nn.GroupNorm": 2,
     "F.layer_norm": 4,

@@ -28,10 +28,10 @@ from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
 from nanguard.state.backup import Backup
+from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.undo import Undo
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
-from nanguard.step.optimizers import is_torchs, needs_closure
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -68,8 +68,9 @@ def _is_trusted(optimizer: Optimizer) -> bool:
     Of all others each update is looked at, which takes a copy of what they train; not of more than a moderate model.
     """
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    divides_by_zero = any(_is_zero(group.get("eps")) for group in optimizer.param_groups)
-    return size > _LARGEST_COPY or (is_torchs(optimizer) and not divides_by_zero)
+    traits = traits_of(optimizer)
+    divides_by_zero = any(_is_zero(group.get(traits.eps or "")) for group in optimizer.param_groups)
+    return size > _LARGEST_COPY or (traits.update_is_finite and not divides_by_zero)
 
 
 def _is_zero(eps: Any) -> bool:
@@ -131,7 +132,7 @@ class HostedStep:
             ranks=ranks,
             make_journal=lambda is_first: make_journal(settings.run_dir, is_first=is_first, optimizer=name),
         )
-        asks = shares or needs_closure(optimizer)
+        asks = shares or traits_of(optimizer).needs_closure
         self.sync = "eager" if asks else choose_sync(settings.sync, self.parts)
         self.engine, self.recovery = make_engine(
             self.parts,

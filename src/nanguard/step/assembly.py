@@ -21,6 +21,7 @@ from nanguard.policy.policy import Policy
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import names_of, unwrapped
+from nanguard.state.optimizer_traits import names_of_optimizers
 from nanguard.state.rng import RngReader
 from nanguard.state.schedule import Schedule, check_schedulers
 from nanguard.state.snapshots.options import Snapshots
@@ -128,7 +129,8 @@ def choose_sync(sync: str, parts: StepParts) -> str:
         return "late" if late_is_possible and parts.state.device.type == "cuda" else "eager"
     if sync == "late" and not late_is_possible:
         names = " and ".join(type(optimizer).__name__ for optimizer in parts.state.optimizers)
-        why = f"{names} cannot skip a step on the device; pass fused=True to Adam, AdamW, SGD or Adagrad"
+        fusable = ", ".join(name.rpartition(".")[2] for name in names_of_optimizers("can_be_fused"))
+        why = f"{names} cannot skip a step on the device; pass fused=True to one that can ({fusable})"
         if parts.drops_gradients:
             why = "DropBadGradients() needs the host to decide"
         raise ValueError(f"sync='late' is not possible: {why}. Or use sync='eager', at one sync a step")

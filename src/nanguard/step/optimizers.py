@@ -7,7 +7,6 @@ others the host has to decide whether to call ``step()`` at all, which costs one
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.errors import ProtocolError
+from nanguard.state.optimizer_traits import traits_of
 
 
 class SkippableOptimizers:
@@ -30,7 +30,7 @@ class SkippableOptimizers:
 
     def not_fused(self) -> list[str]:
         """Names of the optimizers that ``fused=True`` would bring onto the path without syncs."""
-        return [type(o).__name__ for o in self.optimizers if _compat.can_be_fused(o)]
+        return [type(o).__name__ for o in self.optimizers if _can_be_fused(o)]
 
     def groups(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each group of each optimizer, as they are now."""
@@ -105,7 +105,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         name = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer or several of them, got {optimizer!r}")
-        if needs_closure(optimizer):
+        if traits_of(optimizer).needs_closure:
             raise ValueError(
                 f"{name} calls its closure several times inside step() and changes weights between the calls, so no "
                 "check can come before the update: it cannot be guarded. Use an optimizer whose step() takes no "
@@ -130,25 +130,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         seen.update((id(p), name) for p in params)
 
 
+def _can_be_fused(optimizer: Optimizer) -> bool:
+    return traits_of(optimizer).can_be_fused and not _compat.skips_on_device(optimizer)
+
+
 def _check_still_fused(optimizer: Optimizer) -> None:
     if any(group.get("fused", True) in (False, None) for group in optimizer.param_groups):
         raise ProtocolError(
             f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after loading "
             "the state of one that was not: set group['fused'] = True in its param_groups, or use sync='eager'"
         )
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's own."""
-    return type(optimizer).step.__module__.startswith("torch.optim")
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step()`` cannot be called without one, as that of LBFGS."""
-    # torch wraps step() when the optimizer is made; the signature to ask is the one its class defines.
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    return (
-        bool(parameters)
-        and parameters[0].default is inspect.Parameter.empty
-        and (parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD))
-    )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanguard.state.optimizer_traits import traits_of
+
 Where = Literal["device", "host", "disk"]
 
 
@@ -127,14 +129,8 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
     """How many tensors of a parameter's size the optimizer makes for each when it first steps."""
-    kind = type(optimizer)
-    if issubclass(kind, torch.optim.SGD):
-        return int(bool(group.get("momentum")))
-    if issubclass(kind, torch.optim.RMSprop):
-        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
-    if issubclass(kind, (torch.optim.Adagrad, torch.optim.ASGD)):
-        return 1
-    return 2 + bool(group.get("amsgrad"))
+    traits = traits_of(optimizer)
+    return traits.num_state_tensors + sum(bool(group.get(option)) for option in traits.state_options)
 
 
 def _existing(folder: Path) -> Path:
