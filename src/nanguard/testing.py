@@ -32,6 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanguard import _compat
+
 __all__ = ["Fault", "Fired", "Injector", "inject"]
 
 _IN_PLACE = ("weight", "buffer", "optimizer_state")
@@ -151,7 +153,7 @@ class Injector:
         # Ahead of other hooks: FSDP's swaps the parameters, and who watches a module is to see the fault.
         model, keep = self._model, self._handles.append
         keep(model.register_forward_pre_hook(_Hook(self._begin), prepend=True, with_kwargs=True))
-        if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        if any(_compat.compiled_module(module) is not None for module in model.modules()):
             torch.compiler.reset()  # code compiled already would not call the hooks
         for fault, name in self._faults:
             if fault.into == "activation":

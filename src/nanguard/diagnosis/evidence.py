@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanguard import _compat
 from nanguard.diagnosis.look import can_look, count_values, largest, look, place_of_first, rows_all_neginf, value_at
 from nanguard.records.diagnosis import Operand
+from nanguard.state.trees import leaves, mapped, tensors
 
 _MOST_RECOMPUTED = 1 << 28
 _MOST_SAMPLES = 64
@@ -154,7 +157,7 @@ def _operand(name: str, tensor: Tensor, value: float | None = None) -> Operand:
 
 
 def _scalars(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, float]]:
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in _compat.schema_arguments(func)]
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, float(value)
@@ -163,7 +166,7 @@ def _scalars(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, float]]:
 def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequence[tuple[str, Tensor]]) -> None:
     """Facts that only some kinds of ops have."""
     op = str(func.overloadpacket.__name__).strip("_")
-    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+    named = dict(zip([a.name for a in _compat.schema_arguments(func)], args, strict=False))
     named.update(kwargs)
     first = values[0][1] if values else None
     if first is None:
@@ -227,28 +230,30 @@ def finite_in_wider(func: Any, args: Any, kwargs: Any, before: Mapping[int, Tens
             continue
         try:
             budget = [_MOST_RECOMPUTED]
-            wide = [_widened(tree, before, rounds, budget) for tree in (args, kwargs)]
+            wide = mapped((args, kwargs), partial(_widened, before=before, rounds=rounds, budget=budget))
             with torch.no_grad():
                 result = func(*wide[0], **wide[1])
         except Exception:  # not every op supports every format, and memory may run out
             return "", 0.0
-        outputs = [t for t in _leaves(result) if can_look(t)] or [t for t in _leaves(wide[0]) if can_look(t)][:1]
+        outputs = [t for t in tensors(result) if can_look(t)] or [t for t in tensors(wide[0]) if can_look(t)][:1]
         if outputs and all(look(t).is_finite for t in outputs):
             return name, max(largest(t) for t in outputs)
     return "", 0.0
 
 
 def _narrowest(tree: Any) -> torch.dtype:
-    kinds = {t.dtype for t in _leaves(tree) if t.is_floating_point()} | set(_dtypes(tree))
+    all_leaves = list(leaves(tree))
+    kinds = {leaf.dtype for leaf in all_leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    kinds |= {leaf for leaf in all_leaves if isinstance(leaf, torch.dtype)}
     for kind in (torch.float16, torch.bfloat16, torch.float32):
         if kind in kinds:
             return kind
     return torch.float64
 
 
-def _widened(tree: Any, before: Mapping[int, Tensor], rounds: int, budget: list[int]) -> Any:
-    if isinstance(tree, Tensor):
-        value = before.get(id(tree), tree)
+def _widened(leaf: Any, before: Mapping[int, Tensor], rounds: int, budget: list[int]) -> Any:
+    if isinstance(leaf, Tensor):
+        value = before.get(id(leaf), leaf)
         wide = value.dtype
         for _ in range(rounds):
             wide = _WIDER.get(wide, wide)
@@ -257,35 +262,9 @@ def _widened(tree: Any, before: Mapping[int, Tensor], rounds: int, budget: list[
         budget[0] -= value.numel()
         if budget[0] < 0:
             raise MemoryError
-        return value.detach().to(wide).clone() if value is not tree or wide is not value.dtype else value.detach()
-    if isinstance(tree, torch.dtype):
+        return value.detach().to(wide).clone() if value is not leaf or wide is not value.dtype else value.detach()
+    if isinstance(leaf, torch.dtype):
         for _ in range(rounds):
-            tree = _WIDER.get(tree, tree)
-        return tree
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_widened(child, before, rounds, budget) for child in tree)
-    if isinstance(tree, dict):
-        return {key: _widened(child, before, rounds, budget) for key, child in tree.items()}
-    return tree
-
-
-def _leaves(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _leaves(child)
-    elif isinstance(tree, dict):
-        for child in tree.values():
-            yield from _leaves(child)
-
-
-def _dtypes(tree: Any) -> Iterable[torch.dtype]:
-    if isinstance(tree, torch.dtype):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _dtypes(child)
-    elif isinstance(tree, dict):
-        for child in tree.values():
-            yield from _dtypes(child)
+            leaf = _WIDER.get(leaf, leaf)
+        return leaf
+    return None

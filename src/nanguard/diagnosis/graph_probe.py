@@ -177,7 +177,7 @@ def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] 
         function = torch.div if op == "div" else torch.mul
         return None if other is None else ((first, other), lambda: function(first, other))
     if op == "pow":
-        exponent = getattr(node, "_saved_exponent", None)
+        exponent = _compat.saved_by(node, "exponent")
         if isinstance(exponent, Tensor):
             return (first, exponent), lambda: torch.pow(first, exponent)
         return None if exponent is None else ((first,), lambda: torch.pow(first, exponent))
@@ -186,10 +186,7 @@ def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] 
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """A saved tensor of a node. None if the node has none or has freed it."""
-    try:
-        value = getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
-        return None
+    value = _compat.saved_by(node, name)
     return value.detach() if isinstance(value, Tensor) else None
 
 

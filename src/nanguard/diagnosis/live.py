@@ -17,7 +17,7 @@ from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce
-from nanguard.state.batches import named_tensors
+from nanguard.state.trees import named_tensors
 from nanguard.step.parts import StepParts
 
 log = logging.getLogger("nanguard")

@@ -27,7 +27,7 @@ class Plan:
 
 
 def plan_of(func: Any) -> Plan:
-    arguments = func._schema.arguments
+    arguments = _compat.schema_arguments(func)
     is_written = [
         (a.alias_info is not None and a.alias_info.is_write) or _writes_unsaid(func, a.name) for a in arguments
     ]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
 from nanguard.diagnosis.hooks import GradientHooks
@@ -22,7 +21,8 @@ from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce, introduce_states
 from nanguard.source.frames import runs_user_code
 from nanguard.state.backup import Backup
-from nanguard.state.batches import filled, named_tensors, take
+from nanguard.state.batches import filled, take
+from nanguard.state.trees import named_tensors
 from nanguard.step.dry_run import DryRun
 from nanguard.step.evidence import nonfinite_names
 from nanguard.step.parts import StepParts
@@ -200,11 +200,11 @@ class Replay:
                 generator.set_state(state)
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Alone(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse collectives: the other ranks take no part in a replay, so a collective would hang."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        if _compat.is_collective(func):
             name = func.overloadpacket.__name__.strip("_")
             raise RuntimeError(f"the step talks to other ranks ({name}), and cannot be run again on one alone")
         return func(*args, **(kwargs or {}))

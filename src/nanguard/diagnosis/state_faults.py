@@ -16,7 +16,8 @@ from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
-from nanguard.state.batches import named_tensors, num_samples
+from nanguard.state.batches import num_samples
+from nanguard.state.trees import named_tensors
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
 

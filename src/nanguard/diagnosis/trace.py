@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
 from nanguard.diagnosis.evidence import gather, new_places
@@ -44,6 +43,7 @@ from nanguard.diagnosis.provenance import (
 )
 from nanguard.source.frames import Site, find_site
 from nanguard.source.modules import Modules
+from nanguard.state.trees import leaves, tensors
 
 log = logging.getLogger("nanguard")
 
@@ -51,7 +51,7 @@ _MOST_BIRTHS_WITH_EVIDENCE = 48
 _LARGEST_COPY = 1 << 26
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that records ops; ``modules`` finds the module of an op.
 
     ``generators`` are the program's random generators that ops used, with their states before. ``save`` is called once
@@ -136,11 +136,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], (int, float)) and str(func._schema.arguments[0].type) == "Tensor":
+        if args and isinstance(args[0], (int, float)) and str(_compat.schema_arguments(func)[0].type) == "Tensor":
             args = (torch.tensor(args[0]), *args[1:])  # torch passes a constant as a number, but does not accept it
         if _compat.is_recording():  # our own reads would be recorded too
             return func(*args, **kwargs)
-        if func is torch.ops.aten._efficientzerotensor.default:
+        if _compat.makes_zeros_without_memory(func):
             # It has no memory, but kernels called from here would still read it.
             return torch.zeros(*args, **kwargs)
         plan = self._plans.get(func) or self._plans.setdefault(func, plan_of(func))
@@ -153,7 +153,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if generator is not None and id(generator) not in self.generators:
             self.generators[id(generator)] = generator, generator.get_state()
         written = [args[i] for i in plan.written if i < len(args)] + [kwargs.get(name) for name in plan.written_kwargs]
-        written = list(_tensors(written))
+        written = list(tensors(written))
         before = self._before(written)
         result = func(*args, **kwargs)
         try:
@@ -203,7 +203,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before: dict[int, Tensor],
         result: Any,
     ) -> None:
-        made = [t for t in _tensors(result) if not any(t is w for w in written)]
+        made = [t for t in tensors(result) if not any(t is w for w in written)]
         outputs = written + made
         if not outputs:
             return
@@ -376,31 +376,15 @@ def _covers(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() >= _compat.storage_size(tensor)
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _tensors(child)
-
-
 def _named_tensors(plan: Plan, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
     for place, value in enumerate(args):
         name = plan.arguments[place] if place < len(plan.arguments) else str(place)
-        for tensor in _tensors(value):
+        for tensor in tensors(value):
             yield name, tensor
     for name, value in kwargs.items():
-        for tensor in _tensors(value):
+        for tensor in tensors(value):
             yield name, tensor
 
 
 def _numbers(tree: Any) -> Iterable[float]:
-    if isinstance(tree, bool):
-        return
-    if isinstance(tree, (int, float)):
-        yield float(tree)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _numbers(child)
-    elif isinstance(tree, dict):
-        yield from _numbers(tuple(tree.values()))
+    return (float(each) for each in leaves(tree) if isinstance(each, (int, float)) and not isinstance(each, bool))

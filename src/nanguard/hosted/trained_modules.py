@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanguard import _compat
 from nanguard.state.names import unwrapped
 from nanguard.step.optimizers import SkippableOptimizers
 
@@ -38,7 +39,7 @@ def names_inside(model: nn.Module) -> dict[int, str]:
     """By identity, of the parts of a crew."""
     if not isinstance(model, TrainedModules):
         return {}
-    parts = [*model.named_children(), *model._parameters.items()]
+    parts = [*model.named_children(), *_compat.parameters_of(model).items()]
     return {id(part): name for name, part in parts if name.isidentifier()}
 
 
@@ -48,11 +49,11 @@ def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.M
     living = [each for each in modules if type(each) is not TrainedModules]
     parents: dict[int, list[nn.Module]] = {}
     for module in living:
-        for child in vars(module).get("_modules", {}).values():
+        for child in _compat.children_of(module).values():
             parents.setdefault(id(child), []).append(module)
     found: dict[int, nn.Module] = {}
     for module in living:
-        if any(id(param) in wanted for param in vars(module).get("_parameters", {}).values()):
+        if any(id(param) in wanted for param in _compat.parameters_of(module).values()):
             for root in _roots(module, parents, set()):
                 found[id(root)] = root
     return list(found.values())

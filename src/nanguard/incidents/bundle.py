@@ -24,9 +24,10 @@ from nanguard.incidents.files import Draft, tree_of_rng
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import RunFolder
-from nanguard.state.batches import named_tensors, num_samples, take
+from nanguard.state.batches import num_samples, take
 from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.snapshots.files import sync
+from nanguard.state.trees import named_tensors
 
 if TYPE_CHECKING:
     from nanguard.step.pending import Microbatch, PendingStep

@@ -7,7 +7,7 @@ they arrive at outputs and leave from inputs. Else the owner of the first parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nanguard import _compat
 from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.trees import is_float, tensors
 from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -51,7 +52,7 @@ class _Probe:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names[id(module)]
-        inputs = list(_floats((args, kwargs)))
+        inputs = _floats((args, kwargs))
         if self.born_in is None and self._around and any(map(_is_bad, inputs)):
             self.born_in = self._around[-1]
         _on_gradients(inputs, lambda: self._gradient_born_in(name))
@@ -59,7 +60,7 @@ class _Probe:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._around.pop()
-        outputs = list(_floats(output))
+        outputs = _floats(output)
         if self.born_in is None and any(map(_is_bad, outputs)):
             self.born_in = self.names[id(module)]
         around = self._around[-1] if self._around else ""
@@ -70,14 +71,14 @@ class _Probe:
             self.born_in = name
 
 
-def _on_gradients(tensors: list[Tensor], tell: Callable[[], None]) -> None:
+def _on_gradients(passing: list[Tensor], tell: Callable[[], None]) -> None:
     """Tells when a non-finite gradient passes by."""
 
     def look(gradient: Tensor) -> None:
         if _is_bad(gradient):
             tell()
 
-    for tensor in tensors:
+    for tensor in passing:
         if tensor.requires_grad:
             tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
@@ -96,13 +97,5 @@ def _is_bad(tensor: Tensor) -> bool:
     return not bool(torch.isfinite(values).all())
 
 
-def _floats(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point() or tree.is_complex():
-            yield tree
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _floats(child)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _floats(child)
+def _floats(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors(tree) if is_float(tensor)]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanguard import _compat
 from nanguard.diagnosis.look import look
@@ -29,6 +28,7 @@ from nanguard.replay.rerun import Stage
 from nanguard.source.frames import Place, find_site
 from nanguard.source.modules import Modules
 from nanguard.state.names import unwrapped
+from nanguard.state.trees import tensors
 from nanguard.step.precision import Precision
 
 Say = Callable[[str], None]
@@ -99,7 +99,7 @@ def _run(stage: Stage, place: int, watch: _Watch) -> None:
             param.grad = grad
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context, until it has stopped once."""
 
     def __init__(self, aim: Aim, say: Say) -> None:
@@ -117,9 +117,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_engine = site.by_engine and not site.in_user_code
         if not by_engine:
             self._remember(site.place)
-        was_finite = all(map(_is_finite, _tensors((args, kwargs))))
+        was_finite = all(map(_is_finite, tensors((args, kwargs))))
         result = func(*args, **kwargs)
-        if all(map(_is_finite, _tensors(result))) or (self._aim.born and not was_finite):
+        if all(map(_is_finite, tensors(result))) or (self._aim.born and not was_finite):
             return result
         name = str(func.overloadpacket.__name__).strip("_")
         if by_engine:
@@ -214,13 +214,3 @@ def _is_finite(tensor: Tensor) -> bool:
     with contextlib.suppress(RuntimeError):  # what cannot be looked at says nothing
         return look(tensor).is_finite
     return True
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _tensors(child)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nanguard import _compat
 from nanguard.records.diagnosis import Source
 from nanguard.source.modules import Modules
 
@@ -89,7 +90,7 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
         if code in _BOUNDARIES:
             break
         kind = _kind_of(code.co_filename)
-        if kind == "torch" and code.co_name == "_engine_run_backward":
+        if kind == "torch" and _compat.runs_backward(code):
             if in_engine and not recomputes:
                 return Site(place, module, home, by_engine=True, in_user_code=place is not None)
             in_engine = False

@@ -1,36 +1,16 @@
-"""The tensors of a batch by name, and batches of some of its samples."""
+"""How many samples a batch has, and batches of some of its samples."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
-"""What holds no tensor: a batch may have millions of them."""
-
-
-def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """``batch["image"]``, ``batch[1].mask``: each tensor under the name by which the program reaches it."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, child in tree.items():
-            yield from named_tensors(child, f"{name}[{key!r}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for each in dataclasses.fields(tree):
-            yield from named_tensors(getattr(tree, each.name), f"{name}.{each.name}")
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        for key, child in zip(tree._fields, tree, strict=True):
-            yield from named_tensors(child, f"{name}.{key}")
-    elif isinstance(tree, (list, tuple)):
-        for place, child in enumerate(tree):
-            if type(child) not in _PLAIN:
-                yield from named_tensors(child, f"{name}[{place}]")
+from nanguard.state.trees import PLAIN, named_tensors
 
 
 def num_samples(batch: Any) -> int | None:
@@ -61,7 +41,7 @@ def take(batch: Any, samples: Sequence[int], num: int) -> Any:
     if isinstance(batch, (list, tuple)):
         if len(batch) == num and not any(isinstance(child, (Tensor, Mapping, list, tuple)) for child in batch):
             return type(batch)(batch[i] for i in samples)
-        return type(batch)(child if type(child) in _PLAIN else take(child, samples, num) for child in batch)
+        return type(batch)(child if type(child) in PLAIN else take(child, samples, num) for child in batch)
     return batch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.trees import named_tensors, with_dots
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
@@ -75,22 +76,9 @@ def _halves(wholes: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> lis
             name = names.setdefault(id(parameter), f"optimizers.{number}.{place}")
             named.append((name, parameter))
         for key, state in optimizer.state.items():
-            named += _tensors_in(state, names.get(id(key), str(key)))
+            named += named_tensors(state, names.get(id(key), str(key)), with_dots)
     unique: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in named:
         if tensor.dtype in _WIDER:
             unique.setdefault(id(tensor), (name, tensor))
     return list(unique.values())
-
-
-def _tensors_in(tree: Any, name: str) -> list[tuple[str, Tensor]]:
-    """All tensors in nested containers, with the way to them."""
-    if isinstance(tree, Tensor):
-        return [(name, tree)]
-    if isinstance(tree, Mapping):
-        children: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        children = enumerate(tree)
-    else:
-        return []
-    return [found for key, child in children for found in _tensors_in(child, f"{name}.{key}")]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.nn.parallel import DataParallel
 
 from nanguard import _compat
 from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.trees import mapped
 
 _HALF = (torch.float16, torch.bfloat16)
 _PREPARE = "__prepare_scriptable__"
@@ -186,15 +185,14 @@ class _Island:
             return tensor.float() if tensor.dtype in _HALF else None
 
         autocasts = torch.is_autocast_enabled(self.device_type)
-        args, kwargs = _replaced((args, kwargs), upcast) or (args, kwargs)
+        args, kwargs = _cast((args, kwargs), upcast)
         own = [tensor.dtype for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.dtype in _HALF]
         with torch.autocast(self.device_type, enabled=False) if autocasts else contextlib.nullcontext():
             output = self._with_copies(args, kwargs) if own else self.plain(*args, **kwargs)
         back = _type_of_outputs(seen, own, autocasts)
         if back is None:
             return output
-        changed = _replaced(output, lambda t: t.to(back) if t.dtype is torch.float32 and t.dim() > 0 else None)
-        return output if changed is None else changed
+        return _cast(output, lambda t: t.to(back) if t.dtype is torch.float32 and t.dim() > 0 else None)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """What the module does without the island."""
@@ -283,48 +281,20 @@ def _type_of_outputs(inputs: list[torch.dtype], own: list[torch.dtype], autocast
     return torch.bfloat16 if torch.bfloat16 in halves else torch.float16
 
 
-def _replaced(tree: Any, function: Callable[[Tensor], Tensor | None]) -> Any:
-    """A copy of ``tree`` with those floating tensors replaced for which there is something else; None if none are.
+def _cast(tree: Any, function: Callable[[Tensor], Tensor | None]) -> Any:
+    """A copy of ``tree`` with those floating tensors replaced for which there is something else.
 
     A tensor that is there twice is one tensor in the copy too: attention looks whether query, key and value are.
     """
     known: list[tuple[Tensor, Tensor | None]] = []
 
-    def once(tensor: Tensor) -> Tensor | None:
+    def once(leaf: Any) -> Tensor | None:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return None
         for old, new in known:
-            if old is tensor:
+            if old is leaf:
                 return new
-        known.append((tensor, function(tensor)))
+        known.append((leaf, function(leaf)))
         return known[-1][1]
 
-    return _mapped(tree, once)
-
-
-def _mapped(tree: Any, function: Callable[[Tensor], Tensor | None]) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree) if tree.is_floating_point() else None
-    is_record = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-    old: dict[Any, Any] = {}
-    if isinstance(tree, (list, tuple)):
-        old = dict(enumerate(tree))
-    elif isinstance(tree, Mapping):
-        old = dict(tree.items())
-    elif is_record:
-        old = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    every = {key: _mapped(item, function) for key, item in old.items()}
-    new = {key: each for key, each in every.items() if each is not None}
-    if not new:
-        return None
-    kind: Any = type(tree)
-    if isinstance(tree, (list, tuple)):
-        items = ({**old, **new}).values()
-        return kind(*items) if hasattr(tree, "_fields") else kind(items)
-    if kind is dict or (isinstance(tree, Mapping) and not isinstance(tree, MutableMapping)):
-        return kind({**old, **new})
-    copied: Any = copy.copy(tree)
-    for key, each in new.items():
-        if isinstance(tree, Mapping):
-            copied[key] = each
-        else:
-            object.__setattr__(copied, key, each)  # of a frozen dataclass too
-    return copied
+    return mapped(tree, once)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nanguard import _compat
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP and ``torch.compile``."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif (inner := _compat.compiled_module(model)) is not None:
+            model = inner
         else:
             return model
 
 
 def plain_name(name: str) -> str:
     """Without the name that ``torch.compile`` gives to a module it wraps."""
-    return ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
+    return ".".join(part for part in name.split(".") if part not in ("", _compat.COMPILED))
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

@@ -11,12 +11,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nanguard import _compat
+
 Options = dict[str, Any]
 
 
 _SCHEDULED = ("lr", "momentum", "betas")
 
-_BASES = ("base_lrs", "max_lrs", "eta_min", "_last_lr", "min_lrs")
+_BASES = ("base_lrs", "max_lrs", "eta_min", _compat.LAST_RATES, "min_lrs")
 _GROUP_BASES = ("initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
@@ -169,7 +171,7 @@ def _all_of(schedulers: Sequence[Any]) -> Iterator[Any]:
     """The schedulers and those inside them (``SequentialLR``, ``ChainedScheduler``)."""
     for scheduler in schedulers:
         yield scheduler
-        yield from _all_of(getattr(scheduler, "_schedulers", ()))
+        yield from _all_of(_compat.schedulers_inside(scheduler))
 
 
 def _multiply(place: dict[str, Any], keys: Sequence[str], factor: float, done: set[int]) -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanguard import _compat
 from nanguard.state.names import names_of, plain_name, unwrapped
 from nanguard.state.rng import RngReader, RngState
 from nanguard.state.schedule import Schedule, ScheduleNote
+from nanguard.state.trees import named_tensors, with_dots
 
 Facts = dict[str, Any]
 Saved = Callable[[str], Tensor]
@@ -90,7 +92,7 @@ class TrainingState:
             "extra": {path: copy.deepcopy(module.get_extra_state()) for path, module in self._with_extra_state()},
             "parameters": {name: list(tensor.shape) for name, tensor in self._parameters()},
             "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
-            "none": [name for name, owner, key in self._buffer_places() if owner._buffers[key] is None],
+            "none": [name for name, owner, key in self._buffer_places() if _compat.buffers_of(owner)[key] is None],
             "components": {name: component.facts() for name, component in self._components.items()},
             "component_tensors": [name for name, _ in self._of_components()],
         }
@@ -143,7 +145,7 @@ class TrainingState:
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, (owner, key) in _places(unwrapped(self.model), "model"):
-            parameter = owner._parameters.get(key)
+            parameter = _compat.parameters_of(owner).get(key)
             if parameter is not None:
                 yield name, parameter
 
@@ -165,7 +167,7 @@ class TrainingState:
     def _of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
         for i, states in self._states():
             for param, state in states:
-                yield from _leaves(state, f"optimizer.{i}.{self._name(param)}")
+                yield from named_tensors(state, f"optimizer.{i}.{self._name(param)}", with_dots)
 
     def _of_components(self) -> Iterator[tuple[str, Tensor]]:
         for name, component in self._components.items():
@@ -185,11 +187,11 @@ class TrainingState:
         """Buffers that have gone, or are of another shape now, as tensors of their own; None where there was none."""
         for name, owner, key in self._buffer_places():
             if name in none:
-                owner._buffers[key] = None
+                _compat.buffers_of(owner)[key] = None
         places = {name: place for name, place in _places(unwrapped(self.model), "model") if name in names}
         for name, (owner, key) in places.items():
-            if key in owner._buffers and (name not in live or not _fits(live[name], saved(name))):
-                owner._buffers[key] = saved(name).clone().to(self.device)
+            if key in _compat.buffers_of(owner) and (name not in live or not _fits(live[name], saved(name))):
+                _compat.buffers_of(owner)[key] = saved(name).clone().to(self.device)
 
     def _replace_states(self, skeletons: list[dict[str, Any]], live: Mapping[str, Tensor], saved: Saved) -> None:
         """Optimizer state with exactly the entries it had: made where missing, gone where it was not there yet."""
@@ -213,7 +215,8 @@ def _slots(module: nn.Module, prefix: str, *, buffers_only: bool = False) -> Ite
     """Parameters and buffers by name, those that are there; one that has two names once."""
     seen: set[int] = set()
     for name, (owner, key) in _places(module, prefix, buffers_only=buffers_only):
-        tensor = owner._buffers.get(key) if key in owner._buffers else owner._parameters.get(key)
+        buffers = _compat.buffers_of(owner)
+        tensor = buffers[key] if key in buffers else _compat.parameters_of(owner).get(key)
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
@@ -223,7 +226,7 @@ def _places(
     module: nn.Module, prefix: str, *, buffers_only: bool = False
 ) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     for path, owner in module.named_modules():
-        for key in (*(() if buffers_only else owner._parameters), *owner._buffers):
+        for key in (*(() if buffers_only else _compat.parameters_of(owner)), *_compat.buffers_of(owner)):
             yield f"{prefix}.{plain_name(f'{path}.{key}')}", (owner, key)
 
 
@@ -243,17 +246,6 @@ def _skeleton(value: Any, path: str) -> dict[str, Any]:
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_skeleton(child, f"{path}.{i}") for i, child in enumerate(value)]}
     return {"value": copy.deepcopy(value)}
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for i, child in enumerate(value):
-            yield from _leaves(child, f"{path}.{i}")
 
 
 def _references(node: dict[str, Any]) -> Iterator[str]:

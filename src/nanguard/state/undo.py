@@ -167,12 +167,14 @@ class Undo:
 
     def watch_buffers(self, module: nn.Module, *, only_small: bool = False) -> None:
         """Every buffer that ``module`` has now, and no other; with ``only_small`` those that take little memory."""
-        self._take([(path, owner._buffers) for path, owner in module.named_modules()], only_small=only_small)
+        self._take([(path, _compat.buffers_of(owner)) for path, owner in module.named_modules()], only_small=only_small)
 
     def watch_all(self, module: nn.Module) -> None:
         """Every parameter and buffer of ``module``, such as an averaged model."""
         modules = list(module.named_modules())
-        self._take([(path, tensors) for path, m in modules for tensors in (m._parameters, m._buffers)])
+        self._take(
+            [(path, tensors) for path, m in modules for tensors in (_compat.parameters_of(m), _compat.buffers_of(m))]
+        )
 
     def note_(self) -> Copies:
         """Copies what may have changed. Returns copies of what only the host can put back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanguard import _compat
 from nanguard.source.frames import Place, calling_line
 from nanguard.state.rng import RngState
+from nanguard.state.trees import is_float, mapped, tensors
 
 _MOST_CALLS = 16
 _LARGEST_GRADIENT = 32 << 20
@@ -145,7 +146,7 @@ class _Unhooked:
         plain = kind.__new__(kind)
         vars(plain).update(vars(model))
         vars(plain).pop("__prepare_scriptable__", None)
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
+        for name in _compat.FORWARD_HOOKS:
             hooks = vars(model)[name].items()
             vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, _Hook))
         return plain
@@ -161,26 +162,9 @@ class _Saver:
 
 def _cut_off(tree: Any) -> Any:
     """Detaches tensors that other modules have made: their graph has been freed."""
-    if isinstance(tree, Tensor):
-        return tree if tree.is_leaf else tree.detach().requires_grad_()
-    if type(tree) is dict:
-        return {key: _cut_off(child) for key, child in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map(_cut_off, tree))
-    return tree
+    return mapped(tree, lambda t: t.detach().requires_grad_() if isinstance(t, Tensor) and not t.is_leaf else None)
 
 
 def _outputs(tree: Any) -> Iterator[Tensor]:
     """Tensors that a gradient can reach, in a fixed order."""
-    if isinstance(tree, Tensor):
-        if tree.requires_grad and (tree.is_floating_point() or tree.is_complex()):
-            yield tree
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _outputs(child)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _outputs(child)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for each in fields(tree):
-            yield from _outputs(getattr(tree, each.name))
+    return (tensor for tensor in tensors(tree) if tensor.requires_grad and is_float(tensor))

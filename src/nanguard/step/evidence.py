@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nanguard.numerics.norm import tensor_norms
+from nanguard.state.trees import tensors
 from nanguard.step.readback import AsyncReadback
 
 
-def nonfinite_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def nonfinite_names(named: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Names of floating-point tensors that hold NaN or Inf, in their order. Waits for an answer from each device."""
-    names = [name for name, tensor in tensors.items() if _can_be_nonfinite(tensor)]
-    norms = tensor_norms([tensors[name].detach() for name in names])
+    names = [name for name, tensor in named.items() if _can_be_nonfinite(tensor)]
+    norms = tensor_norms([named[name].detach() for name in names])
     by_device: dict[torch.device, list[int]] = {}
     for place, norm in enumerate(norms):
         by_device.setdefault(norm.device, []).append(place)
@@ -33,19 +33,9 @@ def holds_nonfinite(batch: Any) -> bool:
     return any(bool((torch.isnan(t) | torch.isposinf(t.real if t.is_complex() else t)).any()) for t in _tensors(batch))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        if _can_be_nonfinite(tree):
-            yield tree if tree.layout is torch.strided else tree.coalesce().values()
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _tensors(child)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _tensors(child)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for each in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, each.name))
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    for tensor in filter(_can_be_nonfinite, tensors(batch)):
+        yield tensor if tensor.layout is torch.strided else tensor.coalesce().values()
 
 
 def _can_be_nonfinite(tensor: Tensor) -> bool:

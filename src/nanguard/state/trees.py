@@ -1,0 +1,111 @@
+"""Tensors in nested containers: lists, tuples, named tuples, mappings and dataclasses.
+
+Not ``torch.utils._pytree``: to it a dataclass, or a subclass of a container, is a leaf unless the program has
+registered it, and it takes several times as long, on a walk that every forward pass makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+"""Types that hold no tensor: a batch may have millions of them."""
+
+
+def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of a container, in order; None for anything else."""
+    if isinstance(tree, Tensor):
+        return None
+    if isinstance(tree, (list, tuple)):
+        return enumerate(tree)
+    if isinstance(tree, Mapping):
+        return tree.items()
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree)]
+    return None
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in ``tree`` that is no container, in order."""
+    inside = children(tree)
+    if inside is None:
+        yield tree
+        return
+    for _, child in inside:
+        if type(child) in PLAIN:
+            yield child
+        else:
+            yield from leaves(child)
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in ``tree``, in order."""
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether the tensor is floating point or complex, so that a gradient can reach it."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_python(tree: Any, key: Any) -> str:
+    """``["image"]``, ``[1]`` or ``.mask``: how a program reaches a child."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return f".{tree._fields[key]}"
+    return f"[{key!r}]" if isinstance(tree, (Mapping, list, tuple)) else f".{key}"
+
+
+def with_dots(tree: Any, key: Any) -> str:
+    """``.exp_avg``, ``.0``: as in names of optimizer state."""
+    return f".{key}"
+
+
+def named_tensors(
+    tree: Any, name: str = "batch", spell: Callable[[Any, Any], str] = in_python
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor with its path, such as ``batch["image"]`` or ``batch[1].mask``."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+        return
+    for key, child in children(tree) or ():
+        if type(child) not in PLAIN:
+            yield from named_tensors(child, name + spell(tree, key), spell)
+
+
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of ``tree`` with leaves replaced by what ``function`` returns for them, if that is not None.
+
+    Containers in which nothing is replaced are not copied, nor is ``tree`` itself.
+    """
+    new = _replaced(tree, function)
+    return tree if new is None else new
+
+
+def _replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """None if nothing is replaced."""
+    inside = children(tree)
+    if inside is None:
+        return function(tree)
+    old = dict(inside)
+    every = {key: _replaced(child, function) for key, child in old.items()}
+    new = {key: each for key, each in every.items() if each is not None}
+    if not new:
+        return None
+    kind: Any = type(tree)
+    if isinstance(tree, (list, tuple)):
+        items = ({**old, **new}).values()
+        return kind(*items) if hasattr(tree, "_fields") else kind(items)
+    if kind is dict or (isinstance(tree, Mapping) and not isinstance(tree, MutableMapping)):
+        return kind({**old, **new})
+    copied: Any = copy.copy(tree)
+    for key, each in new.items():
+        if isinstance(tree, Mapping):
+            copied[key] = each
+        else:
+            object.__setattr__(copied, key, each)  # works for a frozen dataclass too
+    return copied

@@ -1,0 +1,82 @@
+"""One walk over nested containers, for everything that looks for tensors in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanguard.state.trees import leaves, mapped, named_tensors, tensors, with_dots
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass(frozen=True)
+class Record:
+    mask: Tensor
+    length: int = 3
+
+
+A, B, C = torch.zeros(1), torch.ones(2), torch.ones(2, dtype=torch.int64)
+TREES: dict[str, tuple[Any, list[str]]] = {
+    "tensor": (A, ["batch"]),
+    "list": ([A, 1, "text", None, [B]], ["batch[0]", "batch[4][0]"]),
+    "tuple": ((B, (A,)), ["batch[0]", "batch[1][0]"]),
+    "namedtuple": (Pair(A, {"x": B}), ["batch.left", "batch.right['x']"]),
+    "dict": ({"image": A, 7: [B, C]}, ["batch['image']", "batch[7][0]", "batch[7][1]"]),
+    "ordered": (OrderedDict(b=B, a=A), ["batch['b']", "batch['a']"]),
+    "default": (defaultdict(list, a=A), ["batch['a']"]),
+    "user": (UserDict({"a": A}), ["batch['a']"]),
+    "proxy": (MappingProxyType({"a": A}), ["batch['a']"]),
+    "dataclass": ([Record(A)], ["batch[0].mask"]),
+    "class of records": (Record, []),
+    "nothing": (None, []),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tensors_are_found_in_order_under_the_names_of_the_program(name: str) -> None:
+    tree, names = TREES[name]
+    found = dict(named_tensors(tree))
+    assert list(found) == names
+    assert all(eval(path, {"batch": tree}) is tensor for path, tensor in found.items())
+    assert [id(tensor) for tensor in tensors(tree)] == [id(tensor) for tensor in found.values()]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_mapped_tree_keeps_its_kind_and_leaves_the_first_alone(name: str) -> None:
+    tree, names = TREES[name]
+    new = mapped(tree, lambda leaf: leaf + 1 if isinstance(leaf, Tensor) else None)
+    assert type(new) is type(tree)
+    assert [path for path, _ in named_tensors(new)] == names
+    for old, one_more in zip(tensors(tree), tensors(new), strict=True):
+        assert old is not one_more
+        torch.testing.assert_close(one_more, old + 1)
+    assert (new is tree) == (not names)
+    assert mapped(tree, lambda leaf: None) is tree
+
+
+def test_dotted_names_count_the_places_of_tuples() -> None:
+    state = {"exp_avg": A, "history": [B, Pair(A, C)]}
+    names = [name for name, _ in named_tensors(state, "fc.weight", with_dots)]
+    assert names == [
+        "fc.weight.exp_avg",
+        "fc.weight.history.0",
+        "fc.weight.history.1.0",
+        "fc.weight.history.1.1",
+    ]
+
+
+def test_leaves_are_all_that_is_no_container() -> None:
+    assert list(leaves({"a": [1, (2.5, None)], "b": Record, "c": torch.float16})) == [
+        1,
+        2.5,
+        None,
+        Record,
+        torch.float16,
+    ]
