@@ -271,12 +271,6 @@ def has_dispatch_mode() -> bool:
     return bool(_get_current_dispatch_mode_stack())
 
 
-def is_top_mode(mode: Any) -> bool:
-    """Whether this dispatch mode is the innermost one."""
-    stack = _get_current_dispatch_mode_stack()
-    return bool(stack) and stack[-1] is mode
-
-
 def leave_mode(mode: Any) -> None:
     """Leaves a dispatch mode, below those that the program has entered since: ``__exit__`` alone would leave theirs."""
     if not any(each is mode for each in _get_current_dispatch_mode_stack()):
