@@ -336,7 +336,7 @@ def test_optimizers_that_are_guarded_on_their_own_have_curves_of_their_own(tmp_p
 
 @pytest.mark.usefixtures("no_plotly")
 def test_all_kinds_of_events_are_marked(tmp_path: Path) -> None:
-    responses = ("skip", "lower_lr", "raise_precision", "roll_back", "warn", "halt", "back_off")
+    responses = ("skip", "lower_lr", "raise_precision", "roll_back", "act", "warn", "halt", "back_off")
     incidents = [incident_line(place + 1, outcome(place, response=r)) for place, r in enumerate(responses)]
     others = [
         {

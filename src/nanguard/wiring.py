@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nanguard import __version__
 from nanguard.diagnosis.scheduler import How
 from nanguard.incidents.bundle import Bundles
 from nanguard.policy.policy import Policy
+from nanguard.policy.rungs import Rung
 from nanguard.recovery.recovery import Recovery
 from nanguard.run_folder import RunFolder, as_seen
 from nanguard.runlog.observer import RunLogObserver
@@ -31,6 +32,8 @@ from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG
 
 log = logging.getLogger("nanguard")
+
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def make_journal(
@@ -141,6 +144,15 @@ def _names_of_norms(parts: StepParts) -> list[str]:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """The policy in plain containers, each rung with its name."""
-    ladder = [{"rung": type(rung).__name__, **asdict(rung)} for rung in policy.ladder]
-    return {**asdict(policy), "ladder": ladder}
+    """The policy in plain containers, each rung with its name, in code and in words."""
+    told = {each.name: getattr(policy, each.name) for each in fields(policy)}
+    divergence = None if policy.divergence is None else asdict(policy.divergence)
+    return {**told, "divergence": divergence, "ladder": [_describe_rung(rung) for rung in policy.ladder]}
+
+
+def _describe_rung(rung: Rung) -> dict[str, Any]:
+    """A rung of the user's own may hold anything: what JSON has no type for is written as text."""
+    names = [each.name for each in fields(rung)] if is_dataclass(rung) else ["times", "per"]
+    values = {name: getattr(rung, name) for name in names}
+    told = {name: value if isinstance(value, _PLAIN) else f"{value!r:.80}" for name, value in values.items()}
+    return {"rung": type(rung).__name__, "words": rung.describe(), **told}

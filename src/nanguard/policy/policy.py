@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from nanguard.policy.divergence import Divergence, Trend
 from nanguard.policy.rungs import (
@@ -18,8 +18,9 @@ from nanguard.policy.rungs import (
     Skip,
     check,
     check_count,
-    in_words,
-    largest_rollback,
+    check_rung,
+    response_of,
+    steps_back,
 )
 from nanguard.records.steps import Action, Cause, Kind, Means, Outcome, Progress, Reading, Verdict, span_in_words
 
@@ -50,7 +51,8 @@ class Policy:
     the three limits below, whatever rungs are left.
 
     Args:
-        ladder: the rungs. The default is our own, ``Policy.recipe("default")``.
+        ladder: the rungs: ours, or any object with the methods and attributes of ``Rung`` (docs/recovery.md, "Write
+            your own rung"). The default is our own ladder, ``Policy.recipe("default")``.
         divergence: when a finite loss counts as diverged; None never asks. Only rungs that answer it are taken.
         max_norm: the gradient norm to clip to where the guard is not given one; None does not clip.
         max_consecutive_skips: how many steps in a row may end without an update, over all epochs; the next non-finite
@@ -71,9 +73,7 @@ class Policy:
         rungs = tuple(self.ladder) if isinstance(self.ladder, (list, tuple)) else (self.ladder,)
         object.__setattr__(self, "ladder", rungs)  # a list is easier to write, a tuple cannot change
         for rung in rungs:
-            if not isinstance(rung, get_args(Rung)):
-                names = ", ".join(kind.__name__ for kind in get_args(Rung))
-                raise ValueError(f"a ladder holds {names} objects, got {rung!r}")
+            check_rung(rung)
             if isinstance(rung, Halt) and rung is not rungs[-1]:
                 raise ValueError("Halt() must be the last rung: nothing after it would ever be reached")
         if self.divergence is not None and not isinstance(self.divergence, Divergence):
@@ -100,12 +100,13 @@ class Policy:
 
     @property
     def drops_gradients(self) -> bool:
-        return any(isinstance(rung, DropBadGradients) for rung in self.ladder)
+        return any(response_of(rung) == "drop_gradients" for rung in self.ladder)
 
     @property
     def answers_divergence(self) -> Divergence | None:
-        """The rule of divergence, where any rung would do something about it."""
-        return self.divergence if any(isinstance(rung, (LowerLR, Rollback)) for rung in self.ladder) else None
+        """The rule of divergence, if any rung answers it, or can go back."""
+        answers = any(steps_back(rung) or not rung.refuses(_DIVERGED) for rung in self.ladder)
+        return self.divergence if answers else None
 
     @property
     def _acts_without_proof(self) -> bool:
@@ -113,8 +114,8 @@ class Policy:
 
     @property
     def largest_rollback(self) -> int:
-        """How many steps back the ladder may want to go; 0 where it never does."""
-        return largest_rollback(tuple(self.ladder))
+        """How many steps back the ladder may want to go; 0 if it never does."""
+        return max(map(steps_back, self.ladder), default=0)
 
     def decide(self, history: Sequence[Outcome], verdict: Verdict) -> Action:
         """What to do, given the outcomes of the steps that needed an answer before. Pure."""
@@ -137,14 +138,15 @@ class Policy:
                 why_not = f"used {used} of {rung.times} {span_in_words(rung.per)}"
             if not why_not:
                 return Action(
-                    response=rung.response,
+                    response=response_of(rung),
+                    words=rung.describe(),
                     rung=place,
                     count=used + 1,
                     times=rung.times,
                     per=rung.per,
                     passed=tuple(passed),
                 )
-            passed.append(f"{in_words(rung)}: {why_not}")
+            passed.append(f"{rung.describe()}: {why_not}")
         return Action(response="warn", passed=tuple(passed))
 
     def no_progress(self, history: Sequence[Outcome], verdict: Verdict) -> str:
@@ -162,6 +164,15 @@ class Policy:
         if refused <= self.max_skipped_share * self.skipped_share_window:
             return ""
         return f"{refused:,} of the last {self.skipped_share_window:,} steps were refused (max_skipped_share is passed)"
+
+
+_DIVERGED = Verdict(
+    kind="divergence",
+    reading=Reading(step=0, epoch=0, batch=None, loss=1.0),
+    cause="weights",
+    means=Means(lower_precision=True, can_run_again=True, holds_schedule=True, snapshots=(0,)),
+)
+"""Shown to rungs before training, to learn whether any of them answers a divergence."""
 
 
 def judge(
@@ -199,20 +210,21 @@ def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) 
     for past in reversed(history):
         if past.action.rung is None:
             continue
-        if isinstance(rung, Skip) and past.action.rung > place:
+        if response_of(rung) == "skip" and past.action.rung > place:
             break
-        used += past.action.rung == place and _is_within(past.verdict, verdict, rung)
+        used += past.action.rung == place and _is_within(past, verdict, rung)
     return used
 
 
-def _is_within(past: Verdict, now: Verdict, rung: Rung) -> bool:
+def _is_within(past: Outcome, now: Verdict, rung: Rung) -> bool:
+    then = past.verdict
     if rung.per == "run":
         return True
     if rung.per == "epoch":
-        return past.reading.epoch == now.reading.epoch
-    steps = now.reading.step - past.reading.step
-    if isinstance(rung, Rollback):  # steps that were undone are no progress: else a run could go round for ever
-        steps -= now.progress.num_undone - past.progress.num_undone
+        return then.reading.epoch == now.reading.epoch
+    steps = now.reading.step - then.reading.step
+    if past.is_rollback:  # steps that were undone are no progress: else a run could go round for ever
+        steps -= now.progress.num_undone - then.progress.num_undone
     return steps < int(rung.per)
 
 

@@ -1,18 +1,47 @@
 """The rungs of the ladder: what may be done about trouble, as small frozen objects that are read in one look.
 
 Each says how often it may be used (``times``, None: always) within a span (``per``: an epoch, the run, or a number of
-steps), and which verdicts it answers. What a rung *does* is the business of ``recovery``.
+steps), which verdicts it answers, what it does, and how it reads. A rung can be defined anywhere: docs/recovery.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol, cast, get_args
 
+from nanguard.policy.context import RungContext
 from nanguard.records.steps import Response, Verdict
 
 Span = Literal["epoch", "run"] | int
 """An epoch, the run, or that many steps."""
+
+
+class Rung(Protocol):
+    """What ``Policy`` accepts. A rung never changes, and decides and acts the same on all ranks.
+
+    Two more attributes are optional. ``steps_back`` is how many steps back the rung may want to go: without it no
+    snapshots are taken for its sake. ``response`` is one of the names in ``Response``; it is "act" if there is none.
+    """
+
+    @property
+    def times(self) -> int | None:
+        """How often it may be used within its span; None: always."""
+
+    @property
+    def per(self) -> Span:
+        """The span."""
+
+    def refuses(self, verdict: Verdict) -> str:
+        """Why the rung does not answer this; empty if it does. Pure: asked often, also about steps that never were."""
+
+    def act(self, context: RungContext) -> str | None:
+        """Does it, and returns what it did, in words; the step stays refused.
+
+        None: it had no use, the rung has put everything back as it was, and the next rung is tried.
+        """
+
+    def describe(self) -> str:
+        """The name of the rung in words, such as "lower the learning rate"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +68,12 @@ class Skip:
         is_data = verdict.cause in ("input", "batch")
         return "" if self.when == "any" or is_data else "nothing proves that the data are at fault"
 
+    def act(self, context: RungContext) -> str:
+        return ""
+
+    def describe(self) -> str:
+        return "skip"
+
 
 @dataclass(frozen=True, slots=True)
 class DropBadGradients:
@@ -64,6 +99,12 @@ class DropBadGradients:
             return "gradients are scaled"
         return "" if verdict.means.can_drop_gradients else "no gradient was left to apply"
 
+    def act(self, context: RungContext) -> str:
+        return ""  # the step itself drops them, before it is refused
+
+    def describe(self) -> str:
+        return "drop bad gradients"
+
 
 @dataclass(frozen=True, slots=True)
 class LowerLR:
@@ -86,6 +127,12 @@ class LowerLR:
 
     def refuses(self, verdict: Verdict) -> str:
         return "a smaller learning rate does not mend it" if verdict.kind == "damage" else ""
+
+    def act(self, context: RungContext) -> str:
+        return context.lower_lr(self.factor, recover_after=self.recover_after)
+
+    def describe(self) -> str:
+        return "lower the learning rate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +172,15 @@ class RaisePrecision:
             return "the module can be found only where guard.step ran it"
         return ""
 
+    def act(self, context: RungContext) -> str | None:
+        raised = context.raise_precision(self.scope, verify=self.verify, retry_after=self.retry_after)
+        if raised is None:
+            return None
+        return "; ".join(filter(None, [raised, context.lower_lr(self.lr)]))
+
+    def describe(self) -> str:
+        return f"raise precision of {'one module' if self.scope == 'module' else 'the model'}"
+
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
@@ -163,6 +219,18 @@ class Rollback:
             return "all is in fp32"
         return "" if verdict.means.snapshots else "there is no good snapshot"
 
+    def act(self, context: RungContext) -> str | None:
+        return context.roll_back(
+            self.steps, skip_batches=self.skip_batches, lr=self.lr, raise_precision=self.raise_precision
+        )
+
+    def describe(self) -> str:
+        return "roll back"
+
+    @property
+    def steps_back(self) -> int:
+        return self.steps
+
 
 @dataclass(frozen=True, slots=True)
 class Halt:
@@ -175,8 +243,40 @@ class Halt:
     def refuses(self, verdict: Verdict) -> str:
         return "the loss is finite" if verdict.kind == "divergence" and not verdict.reading.found else ""
 
+    def act(self, context: RungContext) -> str:
+        """A good snapshot takes the place of a damaged state: the program might save it."""
+        is_damaged = context.verdict.kind == "damage" and context.verdict.means.snapshots
+        return (context.restore_newest() or "") if is_damaged else ""
 
-Rung = Skip | DropBadGradients | LowerLR | RaisePrecision | Rollback | Halt
+    def describe(self) -> str:
+        return "halt"
+
+
+BUILT_IN: tuple[type, ...] = (Skip, DropBadGradients, LowerLR, RaisePrecision, Rollback, Halt)
+
+
+def response_of(rung: Rung) -> Response:
+    return cast(Response, getattr(rung, "response", "act"))
+
+
+def steps_back(rung: Rung) -> int:
+    """How many steps back the rung may want to go; 0 if it never does."""
+    return 0 if rung.times == 0 else int(getattr(rung, "steps_back", 0))
+
+
+def check_rung(rung: object) -> None:
+    """Raises ``ValueError`` if the object is no rung."""
+    needed = "a rung has the methods refuses(verdict), act(context) and describe(), and the attributes times and per"
+    if isinstance(rung, type):
+        raise ValueError(f"a ladder holds rungs, got the class {rung.__name__}: write {rung.__name__}()")
+    missing = [name for name in ("refuses", "act", "describe") if not callable(getattr(rung, name, None))]
+    missing += [name for name in ("times", "per") if not hasattr(rung, name)]
+    if missing:
+        raise ValueError(f"a ladder holds rungs, got {rung!r}, which has no {', '.join(missing)}: {needed}")
+    given = cast(Rung, rung)
+    _check_budget(given.times, given.per)
+    known = get_args(Response)
+    check("response", response_of(given), response_of(given) in known, f"one of {', '.join(known)}")
 
 
 def check(name: str, value: object, fits: bool, accepted: str) -> None:
@@ -193,21 +293,3 @@ def _check_budget(times: int | None, per: Span) -> None:
     check("times", times, times is None or (type(times) is int and times >= 0), "a whole number, 0 or more, or None")
     fits = per in ("epoch", "run") or (type(per) is int and per >= 1)
     check("per", per, fits, "'epoch', 'run' or a number of steps")
-
-
-def in_words(rung: Rung) -> str:
-    """The rung's name, as a person says it."""
-    if isinstance(rung, RaisePrecision):
-        return f"raise precision of {'one module' if rung.scope == 'module' else 'the model'}"
-    return {
-        Skip: "skip",
-        DropBadGradients: "drop bad gradients",
-        LowerLR: "lower the learning rate",
-        Rollback: "roll back",
-        Halt: "halt",
-    }[type(rung)]
-
-
-def largest_rollback(ladder: tuple[Rung, ...]) -> int:
-    """How many steps back the ladder may want to go; 0 where it never does."""
-    return max((rung.steps for rung in ladder if isinstance(rung, Rollback) and rung.times != 0), default=0)

@@ -53,12 +53,11 @@ def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
         told.append(("dropped", _listed(reading.dropped_gradients)))
     if outcome.did:
         told.append(("done", outcome.did))
-    acted = outcome.action.response in ("roll_back", "raise_precision", "lower_lr")
-    if not outcome.applied and not acted and outcome.verdict.kind != "damage":
+    if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
         told.append(("kept", _untouched(outcome)))
     if outcome.rerun:
         told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
-    if outcome.lost and outcome.action.response == "roll_back":
+    if outcome.lost and outcome.is_rollback:
         told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
     elif outcome.lost:
         told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
@@ -139,6 +138,7 @@ def _headline(outcome: Outcome) -> str:
         "lower_lr": f"{skipped}, learning rate lowered{_counted(action)}",
         "raise_precision": f"{skipped}, precision raised{_counted(action)}",
         "roll_back": f"rolled back{_counted(action)}",
+        "act": f"{'rolled back' if outcome.is_rollback else skipped}, rung taken: {action.words}{_counted(action)}",
         "warn": "nothing on the ladder answers it, training goes on",
         "halt": f"training halted, {_left_by_halt(outcome)}",
         "back_off": f"{skipped}, the loss scale goes down",

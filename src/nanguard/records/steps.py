@@ -27,8 +27,9 @@ Cause = Literal["unknown", "input", "batch", "weights"]
 ``batch``, weights and loss function still work on a batch known to be good; ``weights``, the weights do not."""
 
 Response = Literal[
-    "apply", "warn", "drop_gradients", "back_off", "skip", "lower_lr", "raise_precision", "roll_back", "halt"
+    "apply", "warn", "drop_gradients", "back_off", "skip", "lower_lr", "raise_precision", "roll_back", "act", "halt"
 ]
+"""``act``: what a rung does that is none of the others; ``Action.words`` says what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +105,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What the policy answers to a verdict: the rung of the ladder, and the how-manieth use of it this is.
+    """What the policy answers to a verdict: the rung of the ladder, and how many times it has been used.
 
-    ``passed`` says of each rung below why it was not taken. ``because`` is the reason of a halt for lack of progress,
-    which does not ask the ladder.
+    ``words`` is the name of the rung, as it describes itself. ``passed`` says of each rung below why it was not taken.
+    ``because`` is the reason of a halt for lack of progress, which does not ask the ladder.
     """
 
     response: Response
@@ -117,6 +118,12 @@ class Action:
     per: str | int = ""
     passed: tuple[str, ...] = ()
     because: str = ""
+    words: str = ""
+
+    @property
+    def changes_more(self) -> bool:
+        """Whether the rung does more than to refuse the step."""
+        return self.response in ("lower_lr", "raise_precision", "roll_back", "act")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +146,11 @@ class Outcome:
     went_back: bool = False
     diagnosis: Diagnosis | None = None
     bundle: str = ""
+
+    @property
+    def is_rollback(self) -> bool:
+        """Whether the run goes on from an earlier state. A halt may put one back too, and does not go on."""
+        return self.action.response == "roll_back" or (self.went_back and self.action.response != "halt")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers and numbers only; ``from_dict`` reads it back."""

@@ -21,6 +21,9 @@ from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
+_MOST_MODULES = 4
+"""How many modules one rung raises at most: if more are needed, the whole model is raised."""
+
 
 def find_culprit(parts: StepParts, dry_run: DryRun, pending: PendingStep) -> str | None:
     """The name of the module; None where nothing points to one. All ranks get the same answer. Syncs at will."""
@@ -38,6 +41,25 @@ def find_culprit(parts: StepParts, dry_run: DryRun, pending: PendingStep) -> str
     order = [plain_name(each) for each in modules]
     place = parts.ranks.lowest(order.index(name) if name in order else len(order))
     return order[place] if place < len(order) else None
+
+
+def modules_that_help(parts: StepParts, dry_run: DryRun, pending: PendingStep, *, verify: bool) -> tuple[str, ...]:
+    """The fewest modules found that make the step sound in fp32, in fp32 already; none if no few of them do."""
+    islands, kept, helps = parts.islands, list[str](), False
+    try:
+        while not helps and len(kept) < _MOST_MODULES:
+            name = find_culprit(parts, dry_run, pending)
+            # What it hands on may not fit into the lower precision either; and a list of modules is never called.
+            while name and (name in islands.names or not islands.can_keep(name)):
+                name = name.rpartition(".")[0]
+            if not name:
+                break
+            kept += islands.keep(name)
+            helps = not verify or dry_run.is_sound(pending)
+    finally:
+        if kept and not helps:
+            islands.release(*kept)
+    return tuple(kept) if helps else ()
 
 
 @dataclass(slots=True)

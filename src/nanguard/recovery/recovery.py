@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,15 +19,15 @@ from nanguard.diagnosis.scheduler import DiagnosisScheduler, How
 from nanguard.incidents.bundle import Bundles
 from nanguard.policy.divergence import Divergence, Trend
 from nanguard.policy.policy import judge
-from nanguard.policy.rungs import LowerLR, RaisePrecision, Rollback
+from nanguard.policy.rungs import Halt, Rollback
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Cause, Means, Outcome, Reading, Verdict
 from nanguard.recovery.casebook import Casebook
-from nanguard.recovery.guilty_module import find_culprit
+from nanguard.recovery.context import StepContext
 from nanguard.recovery.mitigations import ActiveMitigations
 from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
-from nanguard.state.data import Data, Place
-from nanguard.state.rng import RngState
+from nanguard.recovery.rollbacks import Rollbacks
+from nanguard.state.data import Data
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.dry_run import DryRun
 from nanguard.step.evidence import nonfinite_names
@@ -38,11 +37,6 @@ from nanguard.step.protocols import StepTracer
 
 log = logging.getLogger("nanguard")
 
-Between = tuple[Place, Place] | None
-
-_MOST_MODULES = 4
-"""How many modules one rung raises at most: more than a few is the whole model's business."""
-
 
 class Recovery:
     """``ring`` is None if no snapshots are taken, ``bundles`` if bad steps are not saved to disk."""
@@ -50,15 +44,16 @@ class Recovery:
     def __init__(
         self, parts: StepParts, data: Data, ring: SnapshotRing | None, *, diagnose: How, bundles: Bundles | None
     ) -> None:
-        self._parts, self._data, self.ring = parts, data, ring
+        self._parts, self.ring = parts, ring
         self._state = parts.state
+        self._rule = parts.policy.answers_divergence
         self.mitigations = ActiveMitigations(parts)
+        self._rollbacks = Rollbacks(parts, data, ring, self.mitigations)
         self._dry_run = DryRun(parts)
         self.examinations = DiagnosisScheduler(parts, self._dry_run, diagnose)
         self.casebook = Casebook(parts, self.examinations, ring, bundles)
         self._witness: PendingStep | None = None
         self._last_good: PendingStep | None = None
-        self._places: deque[tuple[int, Place]] = deque(maxlen=512)
         self._from_the_start = frozenset(nonfinite_names(self._state.tensors()))
         worth_a_word = sorted(self.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
         if worth_a_word:
@@ -68,14 +63,13 @@ class Recovery:
 
     def watch(self, pending: PendingStep, reading: Reading) -> Outcome | None:
         """A healthy step: lets snapshots and the trend of the loss know. An outcome if the loss has diverged."""
-        journal, rule = self._parts.journal, self._parts.policy.answers_divergence
+        journal, rule = self._parts.journal, self._rule
         journal.recent.append(reading)
         if rule is not None:
             journal.trend = journal.trend.after(reading.mean_loss, rule)
         if self.ring is not None:
             self.ring.heard(reading.step)
-        if reading.batch is not None:
-            self._places.append((reading.step, (reading.epoch, reading.batch)))
+        self._rollbacks.note(reading)
         if rule is None or not journal.trend.beyond:
             if pending.rerunnable:
                 self._witness = self._last_good = pending
@@ -88,8 +82,8 @@ class Recovery:
         verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(pending))
         answer = self._climb(pending, verdict)
         if not answer.went_back:
-            lowered = answer.action.response == "lower_lr"
-            journal.trend = replace(journal.trend, undecided=(), beyond=0) if lowered else Trend()
+            acted = answer.action.rung is not None
+            journal.trend = replace(journal.trend, undecided=(), beyond=0) if acted else Trend()
         if answer.action.response == "apply":
             log.info("step %d: the loss is far above its past, but the weights are not to blame", reading.step)
             return None
@@ -197,7 +191,7 @@ class Recovery:
     def forget(self) -> None:
         """The run is elsewhere now."""
         self._witness = self._last_good = None
-        self._places.clear()
+        self._rollbacks.forget()
         if self.ring is not None:
             self.ring.forget()
 
@@ -219,22 +213,11 @@ class Recovery:
         for what in self.mitigations.ease(step, self.last_trouble):
             self._parts.journal.ease(step, what)
 
-    def go_back(self, step: int, rung: Rollback, *, count: int = 1, between: Between = None) -> str:
-        """Rolls back as the rung says, ``step`` being the one at which trouble showed first; what it did, in words."""
-        assert self.ring is not None
-        snapshot = self.ring.choose(step, back=rung.steps, count=count)
-        assert snapshot is not None
-        now = self._parts.num_steps
-        facts = self.ring.go_back(snapshot, step=step, now=now)
-        over = rung.skip_batches if isinstance(rung.skip_batches, int) else 0
-        rng = RngState.from_dict(facts["rng"])
-        data = self._data.go_back(facts["data"], rng, over=over, between=between)
+    def go_back(self, step: int, rung: Rollback) -> str:
+        """Rolls back as the rung says, from ``step``; returns what that did, in words."""
+        did = self._rollbacks.go_back(step, rung)
         self._witness = None
-        self._places.clear()
-        self._parts.journal.undo(now - facts["step"])
-        raised = self.mitigations.leave_autocast(now, None) if rung.raise_precision else ""
-        lowered = self.mitigations.lower_lr(rung.lr, now, None)
-        return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, raised, lowered]))
+        return did
 
     # ---- deciding ------------------------------------------------------------------------------------------------
 
@@ -303,100 +286,18 @@ class Recovery:
     def _act(
         self, pending: PendingStep, verdict: Verdict, action: Action, diagnosis: Diagnosis | None
     ) -> Outcome | None:
-        """Does what the rung says; None where that turned out to be of no use and was taken back."""
-        ladder, step = self._parts.policy.ladder, verdict.reading.step
-        rung = ladder[action.rung] if action.rung is not None and action.rung < len(ladder) else None
-        if isinstance(rung, LowerLR):
-            did = self.mitigations.lower_lr(rung.factor, step, rung.recover_after)
-            return Outcome(verdict=verdict, action=action, applied=False, did=did)
-        if isinstance(rung, Rollback):
-            between = self._failed(pending, verdict) if rung.skip_batches == "failed" else None
-            try:
-                did = self.go_back(self._first_sign(verdict), rung, count=action.count, between=between)
-            except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
-                log.warning("cannot go back: %s", error)
-                return None
-            return Outcome(verdict=verdict, action=action, applied=False, did=did, went_back=True)
-        if isinstance(rung, RaisePrecision):
-            try:
-                raised = self._raise_precision(pending, rung, step, diagnosis)
-            except Exception:
-                log.warning("step %d: precision could not be raised", step, exc_info=True)
-                return None
-            if raised is None:
-                return None
-            lowered = self.mitigations.lower_lr(rung.lr, step, None)
-            did = "; ".join(filter(None, [raised, lowered]))
-            return Outcome(verdict=verdict, action=action, applied=False, did=did)
-        if action.response == "halt" and verdict.kind == "damage" and verdict.means.snapshots:
-            return self._halt_on_sound_state(verdict, action)
-        return Outcome(verdict=verdict, action=action, applied=False)
+        """Lets the rung act; None if that turned out to be of no use and was taken back.
 
-    def _halt_on_sound_state(self, verdict: Verdict, action: Action) -> Outcome:
-        """Before a halt a good snapshot takes the place of a damaged state, which somebody might save."""
-        try:
-            did = self.go_back(verdict.reading.step, Rollback())
-            return Outcome(verdict=verdict, action=action, applied=False, did=did, went_back=True)
-        except (FileNotFoundError, ValueError) as error:  # nothing has been put back by then
-            log.warning("cannot put a snapshot back: %s", error)
+        What a rung raises is not caught: it may have left its work half done, and the run must not go on from there.
+        """
+        if action.rung is None:
             return Outcome(verdict=verdict, action=action, applied=False)
-
-    def _raise_precision(
-        self, pending: PendingStep, rung: RaisePrecision, step: int, diagnosis: Diagnosis | None
-    ) -> str | None:
-        known = () if diagnosis is None else diagnosis.modules_to_keep
-        if not self.mitigations.can_raise_precision and not known:
-            return "everything runs in fp32 already"
-        if rung.scope == "model":
-            if rung.verify and pending.rerunnable and not self._helps_in_fp32(pending):
-                return None
-            return self.mitigations.leave_autocast(step, rung.retry_after)
-        names = known or self._modules_that_help(pending, verify=rung.verify)
-        return self.mitigations.keep_modules(names, step, rung.retry_after) if names else None
-
-    def _helps_in_fp32(self, pending: PendingStep) -> bool:
-        """Whether the step is sound with everything in fp32; nothing is cast for it."""
-        with self._dry_run.in_fp32(pending, [""]):
-            return self._dry_run.is_sound(pending)
-
-    def _modules_that_help(self, pending: PendingStep, *, verify: bool) -> tuple[str, ...]:
-        """The fewest modules found that make the step sound in fp32; none where no few of them do."""
-        islands, kept, helps = self._parts.islands, list[str](), False
-        try:
-            while not helps and len(kept) < _MOST_MODULES:
-                name = find_culprit(self._parts, self._dry_run, pending)
-                # What it hands on may not fit into the lower precision either; and a list of modules is never called.
-                while name and (name in islands.names or not islands.can_keep(name)):
-                    name = name.rpartition(".")[0]
-                if not name:
-                    break
-                kept += islands.keep(name)
-                helps = not verify or self._dry_run.is_sound(pending)
-        finally:
-            if kept and not helps:
-                islands.release(*kept)
-        return tuple(kept) if helps else ()
-
-    def _first_sign(self, verdict: Verdict) -> int:
-        """The step at which trouble showed first: of the losses beyond their past, or of the bad steps in a row."""
-        first = verdict.reading.step
-        if self._parts.journal.trend.beyond:
-            return first - len(self._parts.journal.trend.undecided) + 1
-        for past in reversed(self._parts.journal.history):
-            if past.applied or past.action.response == "roll_back":
-                break
-            if past.verdict.reading.step + past.lost < first - 1:
-                break
-            first = past.verdict.reading.step
-        return first
-
-    def _failed(self, pending: PendingStep, verdict: Verdict) -> Between:
-        """The batches from the first sign of trouble to this step."""
-        reading, first = verdict.reading, self._first_sign(verdict)
-        if reading.batch is None:
+        parts, tools = self._parts, (self._dry_run, self.mitigations, self._rollbacks)
+        context = StepContext(parts, *tools, pending, verdict, diagnosis, action.count)
+        self.fence()  # the rung may write to what a snapshot is still read from
+        did = (*parts.policy.ladder, Halt())[action.rung].act(context)
+        if context.went_back:
+            self._witness = None
+        elif did is None:
             return None
-        last = (reading.epoch, reading.batch if pending.last_batch is None else pending.last_batch)
-        readings = [past.verdict.reading for past in self._parts.journal.history]
-        places = [place for step, place in self._places if step >= first]
-        places += [(r.epoch, r.batch) for r in readings if r.batch is not None and r.step >= first]
-        return min([(reading.epoch, reading.batch), *places]), last
+        return Outcome(verdict=verdict, action=action, applied=False, did=did or "", went_back=context.went_back)

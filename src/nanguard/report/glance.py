@@ -99,7 +99,7 @@ def counts_of(run: Run) -> dict[str, int]:
         "skipped": max(0, skipped - overflows),
         "backed_off": overflows,
         "lost": lost,
-        "rolled_back": sum(incident.outcome.action.response == "roll_back" for incident in run.incidents)
+        "rolled_back": sum(incident.outcome.is_rollback for incident in run.incidents)
         + sum(event.event == "roll_back" for event in run.events),
     }
 
@@ -115,12 +115,15 @@ def alike(run: Run) -> Iterator[list[IncidentRecord]]:
     groups: dict[tuple[Any, ...], list[IncidentRecord]] = {}
     for incident in run.incidents:
         outcome = incident.outcome
-        groups.setdefault((incident.optimizer, outcome.action.response, *likeness(outcome)), []).append(incident)
+        groups.setdefault(
+            (incident.optimizer, outcome.action.response, outcome.action.words, *likeness(outcome)), []
+        ).append(incident)
     yield from groups.values()
 
 
 def did_in_words(incident: IncidentRecord) -> str:
-    return _DID[incident.outcome.action.response]
+    action = incident.outcome.action
+    return _DID.get(action.response) or printable(action.words)
 
 
 def why_in_words(incident: IncidentRecord) -> str:

@@ -21,14 +21,6 @@ from nanguard.step.observers import Observers
 
 log = logging.getLogger("nanguard")
 
-_COUNTED = {
-    "back_off": "backed_off",
-    "skip": "skipped",
-    "lower_lr": "skipped",
-    "raise_precision": "skipped",
-    "halt": "halted",
-}
-
 
 class Journal:
     """Written to once for each step the host has heard of. Only one rank ``speaks``: the others log nothing.
@@ -81,8 +73,9 @@ class Journal:
         """Counts, remembers, and tells the observers; raises ``NonFiniteError`` if the policy says to halt."""
         self.last = outcome
         reading, response = outcome.verdict.reading, outcome.action.response
-        if response != "roll_back":
-            self.counts["applied" if outcome.applied else _COUNTED[response]] += 1
+        if not outcome.is_rollback:
+            refused = {"back_off": "backed_off", "halt": "halted"}.get(response, "skipped")
+            self.counts["applied" if outcome.applied else refused] += 1
         if response != "back_off":
             self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1
         self.counts["rerun"] += outcome.rerun
@@ -103,7 +96,7 @@ class Journal:
         self.history.append(outcome)
         self._numbers.append(incident.number)
         self._next = None
-        if outcome.action.response == "roll_back":
+        if outcome.is_rollback:
             self.counts["rolled_back"] += 1
         self.observers.on_incident(incident)
         if outcome.action.response == "halt":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from nanguard.policy.rungs import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip, in_words
+from nanguard.policy.rungs import BUILT_IN, DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.steps import span_in_words
 from nanguard.report.html.prose import counted
@@ -15,7 +15,7 @@ from nanguard.report.html.prose import counted
 if TYPE_CHECKING:
     from nanguard.report.html.story import Story
 
-_RUNGS = {kind.__name__: kind for kind in get_args(Rung)}
+_RUNGS = {kind.__name__: kind for kind in BUILT_IN}
 _MOST_LINKS, _MOST_REASONS = 24, 6
 
 
@@ -42,8 +42,8 @@ def ladder(story: Story) -> Markup | None:
 
 
 def _rung(story: Story, rung: Rung | None, told: Mapping[str, Any], used: list[int], passed: Counter[str]) -> Markup:
-    name = str(told.get("rung", "")) if rung is None else in_words(rung)
-    options = "" if rung is None else ", ".join(_options(rung))
+    name = str(told.get("words") or told.get("rung", "")) if rung is None else rung.describe()
+    options = ", ".join(_told_options(told) if rung is None else _options(rung))
     taken = f"taken {counted(len(used), 'time')}" if used else "not taken"
     links = tag("p", "at ", _links(story, used), class_="steps") if used else None
     reasons = [
@@ -65,9 +65,7 @@ def _options(rung: Rung) -> Iterator[str]:
     if isinstance(rung, Halt):
         yield "training stops, and nothing is corrupted"
         return
-    span = "" if rung.per == "run" and rung.times is None else f" {span_in_words(rung.per).replace('this', 'an')}"
-    span = span.replace("an run", "in a run").replace("an epoch", "in an epoch")
-    yield f"any number of times{span}" if rung.times is None else f"up to {counted(rung.times, 'time')}{span}"
+    yield _budget(rung.times, rung.per)
     if isinstance(rung, Skip) and rung.when == "data":
         yield "only where the data are at fault"
     if isinstance(rung, DropBadGradients):
@@ -90,6 +88,22 @@ def _options(rung: Rung) -> Iterator[str]:
             yield "then in fp32"
     if isinstance(rung, (RaisePrecision, Rollback)) and rung.lr != 1.0:
         yield f"learning rate times {rung.lr:g}"
+
+
+def _budget(times: int | None, per: str | int) -> str:
+    span = "" if per == "run" and times is None else f" {span_in_words(per).replace('this', 'an')}"
+    span = span.replace("an run", "in a run").replace("an epoch", "in an epoch")
+    return f"any number of times{span}" if times is None else f"up to {counted(times, 'time')}{span}"
+
+
+def _told_options(told: Mapping[str, Any]) -> Iterator[str]:
+    """Of a rung that is not ours: what the log has written down of it."""
+    times, per = told.get("times"), told.get("per")
+    if "times" in told and (times is None or type(times) is int) and isinstance(per, (int, str)):
+        yield _budget(times, per)
+    for name, value in told.items():
+        if name not in ("rung", "words", "times", "per") and isinstance(value, (str, int, float)):
+            yield f"{name.replace('_', ' ')}: {value!s:.80}"
 
 
 def _links(story: Story, places: Sequence[int]) -> list[Child]:

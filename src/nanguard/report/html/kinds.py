@@ -34,6 +34,7 @@ KINDS = {
         Kind(name="roll_back", label="rolled back", symbol="triangle-left", shape="M13 2v12L2 8z"),
         Kind(name="raise_precision", label="precision raised", symbol="triangle-up", shape="M8 2l6 11h-12z"),
         Kind(name="lower_lr", label="learning rate lowered", symbol="triangle-down", shape="M8 14l-6 -11h12z"),
+        Kind(name="act", label="another rung taken", symbol="pentagon", shape="M8 1l7 5.1-2.7 8.4h-8.6L1 6.1z"),
         Kind(
             name="skip",
             label="step skipped",
@@ -75,14 +76,15 @@ def glyph(kind: Kind) -> Markup:
 
 
 def kind_of(record: IncidentRecord) -> Kind:
-    response = record.outcome.action.response
+    outcome = record.outcome
+    response = "roll_back" if outcome.is_rollback else outcome.action.response
     return KINDS.get("drop" if response in ("apply", "drop_gradients") else response, KINDS["other"])
 
 
 def kinds_of(record: IncidentRecord) -> list[Kind]:
     """All that a step is marked by: it may have been skipped beside what else was done."""
-    first = kind_of(record)
-    is_skipped = not record.outcome.applied and first.name in ("raise_precision", "lower_lr")
+    first, outcome = kind_of(record), record.outcome
+    is_skipped = not outcome.applied and outcome.action.changes_more and not outcome.is_rollback
     return [first, KINDS["skip"]] if is_skipped else [first]
 
 

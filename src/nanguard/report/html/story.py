@@ -203,14 +203,15 @@ def _counts(run: Run, incidents: Sequence[IncidentRecord]) -> dict[str, int]:
     backed_off = sum(event.event == "overflow" for event in run.events)
     by_hand = sum(event.event == "roll_back" for event in run.events)
     not_applied = sum(record.skipped for record in run.steps)
-    answered = [record.outcome.action.response for record in incidents if not record.outcome.applied]
-    skipped = max(not_applied - backed_off, sum(response not in ("halt", "roll_back") for response in answered))
+    refused = [record.outcome for record in incidents if not record.outcome.applied]
+    went_on = sum(outcome.action.response != "halt" and not outcome.is_rollback for outcome in refused)
+    skipped = max(not_applied - backed_off, went_on)
     lost = sum(record.outcome.lost for record in incidents)
     return {
         "skipped": skipped,
         "backed_off": backed_off,
         "lost": lost,
-        "rolled_back": by_hand + sum(record.outcome.action.response == "roll_back" for record in incidents),
+        "rolled_back": by_hand + sum(record.outcome.is_rollback for record in incidents),
         "applied": max(0, sum(made.values()) - skipped - backed_off - lost),
     }
 
