@@ -30,7 +30,7 @@ from nanguard import Halt, Policy, Rollback, Skip
 from nanguard.cli import app
 from nanguard.hosted.step import HostedStep
 from nanguard.report.page import make_report
-from nanguard.state.backup import Backup
+from nanguard.state.training_state import CapturedUpdate
 from optimizers import ALL, FUSED, NOT_FUSED
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -380,7 +380,7 @@ def test_an_interrupt_before_it_is_known_whether_a_blind_step_was_good_takes_it_
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Backup, "is_spoiled", interrupted)
+            patched.setattr(CapturedUpdate, "is_spoiled", interrupted)
             optimizer.step(closure)
         assert weight.tolist() == [1.0, 2.0]
         optimizer.step(closure)

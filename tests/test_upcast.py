@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel
 
 from helpers import TinyNet, differences, everything, make_batches
-from nanguard.state.casts import to_fp32_
+from nanguard.state.schedule import Schedule
+from nanguard.state.training_state import TrainingState
 
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler
 
@@ -68,6 +69,13 @@ def loaded_in_fp32(
     other_optimizer = make(other.parameters())
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return other, other_optimizer
+
+
+def to_fp32_(model: nn.Module, optimizers: list[Optimizer], ema: nn.Module | None = None) -> tuple[str, ...]:
+    """Casts what a run with these parts consists of; the names of what was cast."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    schedule = Schedule(tuple(optimizers), (), "step")
+    return TrainingState(model, tuple(optimizers), device=device, schedule=schedule, ema=ema).cast_to_fp32_()
 
 
 def dtypes(state: dict[str, Any]) -> set[torch.dtype]:
@@ -115,8 +123,9 @@ def test_everything_cast_is_named() -> None:
     train(model, optimizer, make_batches(1))
     weights = ["inp.weight", "inp.bias", "norm.weight", "norm.bias", "out.weight", "out.bias"]
     statistics = ["norm.running_mean", "norm.running_var"]
-    moments = [f"{name}.momentum_buffer" for name in weights]
-    assert to_fp32_(torch.compile(model), [optimizer]) == (*weights, *statistics, *moments)
+    tensors = [f"model.{name}" for name in (*weights[:4], *statistics, *weights[4:])]
+    moments = [f"optimizer.0.{name}.momentum_buffer" for name in weights]
+    assert to_fp32_(torch.compile(model), [optimizer]) == (*tensors, *moments)
 
 
 def test_what_is_in_fp32_already_is_left_alone() -> None:
@@ -134,7 +143,7 @@ def test_gradients_of_a_model_in_two_types_are_dropped_together() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    assert to_fp32_(model, []) == ("1.weight", "1.bias")
+    assert to_fp32_(model, []) == ("model.1.weight", "model.1.bias")
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -157,7 +166,7 @@ class Odd(nn.Module):
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_tied_tensors_are_cast_once_and_other_types_stay() -> None:
     model = Odd()
-    assert to_fp32_(model, []) == ("a.weight", "table", "waves")
+    assert to_fp32_(model, []) == ("model.table", "model.waves", "model.a.weight")
     assert model.a.weight is model.b.weight
     assert model.b.get_buffer("table") is model.get_buffer("table")
     found = {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -186,13 +195,13 @@ def test_state_is_found_wherever_an_optimizer_puts_it() -> None:
     optimizer.fill()
     held = optimizer.state[model.weight]["nested"]["pair"][0]
     assert to_fp32_(model, [optimizer]) == (
-        "weight",
-        "optimizers.0.1",
-        "weight.nested.pair.0",
-        "weight.nested.pair.1.0",
-        "optimizers.0.1.nested.pair.0",
-        "optimizers.0.1.nested.pair.1.0",
-        "shared.scale",
+        "model.weight",
+        "outside.0.1",
+        "optimizer.0.weight.nested.pair.0",
+        "optimizer.0.weight.nested.pair.1.0",
+        "optimizer.0.outside.0.1.nested.pair.0",
+        "optimizer.0.outside.0.1.nested.pair.1.0",
+        "optimizer.0.'shared'.scale",
     )
     assert held.dtype is torch.float32
     assert optimizer.state[model.weight]["nested"]["pair"][0] is held
@@ -202,8 +211,8 @@ def test_state_is_found_wherever_an_optimizer_puts_it() -> None:
 def test_averages_are_cast_with_the_model() -> None:
     model = TinyNet().bfloat16()
     average = AveragedModel(model, use_buffers=True)
-    names = to_fp32_(model, [], [average])
-    assert "extra_modules.0.module.inp.weight" in names
+    names = to_fp32_(model, [], average)
+    assert "ema.module.inp.weight" in names
     assert dtypes(average.state_dict()) == {torch.float32}
     average.update_parameters(model)
 
@@ -423,7 +432,7 @@ def test_ranks_stay_together(worlds: dict[str, list[dict[str, Any]]], world: str
     for result in worlds[world]:
         assert result["agree"], "gradients are the same on both ranks"
         assert result["types"] == ["torch.float32"]
-        assert {"inp.weight", "norm.running_mean", "inp.weight.exp_avg"} <= set(result["names"])
+        assert {"model.inp.weight", "model.norm.running_mean", "optimizer.0.inp.weight.exp_avg"} <= set(result["names"])
         assert result["differences"] == []
         assert result["hook"] == result["hook of the other"]
 

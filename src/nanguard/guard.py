@@ -341,7 +341,7 @@ class Guard:
         waits for them), and if a weight, buffer or moment is non-finite. Checks all of them, which syncs. Asks no
         other rank.
         """
-        return self._parts.pending is None and self._engine.mode.is_verified() and self._recovery.is_sound()
+        return self._parts.pending is None and self._engine.mode.is_verified() and not self._parts.state.unsound()
 
     # ---- settling and resuming -----------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Guard:
         if self._engine.ring is not None:
             self._engine.ring.close()
         self._parts.journal.close(steps=self._parts.num_steps)
-        self._parts.journal.sum_up(self._recovery.unsound)
+        self._parts.journal.sum_up(self._parts.state.unsound)
 
     def __enter__(self) -> Guard:
         return self

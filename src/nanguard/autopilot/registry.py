@@ -194,7 +194,7 @@ class Registry:
         """Names of what is not finite now. Syncs."""
         for hosted in self.hosted_steps:
             hosted.parts.last_forward.mend_in_any_case_()
-        return tuple(name for hosted in self.hosted_steps for name in hosted.recovery.unsound())
+        return tuple(name for hosted in self.hosted_steps for name in hosted.parts.state.unsound())
 
     def close(self) -> None:
         """Hears of what is under way, and ends the run log."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import Run
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
-from nanguard.source.frames import source_of
+from nanguard.source.frames import source_of, user_files
 from nanguard.state.batches import num_samples
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -44,14 +43,11 @@ class Exam:
     run: Run
     past: Past
     replay: Replay | None
-    inventory: Inventory = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inventory = Inventory(self.parts)
 
     def files(self, *others: object) -> list[str]:
-        """The files of the user's program."""
-        return self.inventory.files(*(micro.loss_fn for micro in self.pending.microbatches), *map(type, others))
+        """Of the user's program: where the loss functions, the modules and the classes of ``others`` are defined."""
+        functions = (micro.loss_fn for micro in self.pending.microbatches)
+        return user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
 
     def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
         """The bad indices of the first dimension; empty if that is not the batch dimension."""
@@ -80,7 +76,7 @@ class Exam:
         stretches = [
             Stretch(
                 module=name,
-                kind=type(self.inventory.module(name)).__name__,
+                kind=type(self.parts.state.module(name)).__name__,
                 op=note.op,
                 low=note.look.low if note.look.is_finite else None,
                 high=note.look.high if note.look.is_finite else None,

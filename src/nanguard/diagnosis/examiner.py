@@ -118,8 +118,8 @@ class Examiner:
         in_backward = "loss" not in reading.found
         module, note = _last_used(exam.run.trace, reading.gradients) if in_backward else ("", None)
         hook = _line_of_a_hook(exam, in_backward=in_backward)
-        hooked = _compat.hooked_modules(exam.inventory.model, backward=in_backward)
-        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is not an op
+        hooked = _compat.hooked_modules(exam.parts.state.own_model, backward=in_backward)
+        if hook is not None and len(hooked) == 1 and not exam.run.hooks:  # the only code there that is no op
             module = hooked[0]
             note = _last_op_of(exam.run.trace, module) or note
         where = f"rank {self._parts.ranks.rank}, {device_name(self._parts.state.device)}"

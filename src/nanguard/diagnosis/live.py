@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.hooks import GradientHooks
-from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import Run, introduce
+from nanguard.source.modules import Modules
 from nanguard.state.trees import named_tensors
 from nanguard.step.parts import StepParts
 
@@ -30,7 +30,6 @@ class Live:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
-        self._inventory = Inventory(parts)
         self._run: Run | None = None
         self._is_armed = False
         self._is_used = False
@@ -66,8 +65,8 @@ class Live:
             return
         began = time.perf_counter()
         try:
-            trace = Trace(self._inventory.modules())
-            introduce(trace, self._inventory)
+            trace = Trace(Modules(self._parts.state.own_model))
+            introduce(trace, self._parts.state)
             for name, tensor in named_tensors(batch, "batch"):
                 trace.know(name, tensor, BATCH)
             self._run = Run(trace)
@@ -122,9 +121,9 @@ class Live:
             with _compat.unwatched():
                 run.look_at_loss(loss)
                 if run.is_finite:
-                    run.look_at_gradients(self._inventory, self._parts)
+                    run.look_at_gradients(self._parts)
                 if run.is_finite:
-                    run.look_at_writes(self._inventory)
+                    run.look_at_writes(self._parts.state)
         except Exception:
             log.warning("what was traced of the step cannot be looked at", exc_info=True)
             return None

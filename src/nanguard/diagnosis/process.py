@@ -55,8 +55,8 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
 
 
 def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
-    """The name and size of a parameter that was absurdly large from the start."""
-    parameters = exam.inventory.parameters()
+    """A parameter of absurd size that was so from the start, and its size."""
+    parameters = exam.parts.state.parameters()
     for leaf in filter(None, map(parameter_behind, event.note.parents)):
         name, size = leaf.name.partition(" ")[2], size_of(leaf)
         others = [largest(p) for other, p in parameters.items() if other != name]

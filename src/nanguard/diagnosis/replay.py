@@ -14,17 +14,16 @@ from torch import Generator, Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.hooks import GradientHooks
-from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.watched import Run, introduce, introduce_states
+from nanguard.diagnosis.watched import Run, introduce, introduce_states, tensors_by_kind
 from nanguard.source.frames import runs_user_code
-from nanguard.state.backup import Backup
+from nanguard.source.modules import Modules
 from nanguard.state.batches import filled, take
+from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.trees import named_tensors
 from nanguard.step.dry_run import DryRun
-from nanguard.step.evidence import nonfinite_names
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
@@ -41,9 +40,9 @@ class Replay:
         self.seconds_of_last = 0.0
         self._began = time.monotonic()
         self._written: set[str] = set()
-        self.inventory = Inventory(parts)
-        self._modules = self.inventory.modules()
-        self._generators = list(_generators(self.inventory.model.modules()))
+        self._state = parts.state
+        self._modules = Modules(parts.state.own_model)
+        self._generators: list[Generator] = []
         self._data = dict(_data(pending))
 
     @property
@@ -57,7 +56,7 @@ class Replay:
         saved: dict[str, tuple[Tensor, Tensor]] = {}
 
         def save(name: str, tensor: Tensor) -> None:
-            whole = {name: self.inventory.tensors().get(name, tensor)}
+            whole = {name: tensors_by_kind(self._state).get(name, tensor)}
             for each, thing in (self._sharing(tensor) if name in self._data else whole).items():
                 saved.setdefault(each, (thing, thing.detach().clone()))
 
@@ -94,7 +93,7 @@ class Replay:
         return run
 
     def _introduce(self, trace: Trace) -> None:
-        introduce(trace, self.inventory)
+        introduce(trace, self._state)
         for name, tensor in self._data.items():
             if not isinstance(tensor, torch.nn.Parameter):
                 trace.know(name, tensor, BATCH, watched=True)
@@ -113,9 +112,9 @@ class Replay:
             return
         self._dry_run.backward(self.pending, loss)
         with _compat.unwatched():
-            run.look_at_gradients(self.inventory, self.parts)
+            run.look_at_gradients(self.parts)
             if run.is_finite:
-                run.look_at_writes(self.inventory)
+                run.look_at_writes(self._state)
 
     @runs_user_code
     def _watch_update(self, run: Run) -> None:
@@ -129,8 +128,8 @@ class Replay:
         with _compat.unwatched():
             for name, grad in grads:
                 run.trace.know(f"gradient {name}", grad, PARAMETER, owner=name)
-            introduce_states(run.trace, self.inventory)
-            backup = Backup(parts.state.optimizers)
+            introduce_states(run.trace, self._state)
+            before = parts.state.capture_update()
         run.trace.in_update = True
         try:
             for optimizer in parts.state.optimizers:
@@ -138,11 +137,11 @@ class Replay:
                     group.update({key: False for key in ("foreach", "fused") if group.get(key, False) is not False})
                 optimizer.step()
             with _compat.unwatched():
-                run.look_at_update(self.inventory)
+                run.look_at_update(self._state)
         finally:
             run.trace.in_update = False
             with _compat.unwatched():
-                backup.put_back()
+                before.put_back()
 
     # ---- in other conditions -------------------------------------------------------------------------------------
 
@@ -172,8 +171,8 @@ class Replay:
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """Restore the tensors that the user's program writes to."""
-        live = {**self.inventory.tensors(), **self._data} if self._written else {}
+        """What the user's program was seen to write to is put back."""
+        live = {**tensors_by_kind(self._state), **self._data} if self._written else {}
         saved = {name: (live[name], live[name].detach().clone()) for name in self._written & set(live)}
         try:
             yield
@@ -182,22 +181,14 @@ class Replay:
 
     @contextlib.contextmanager
     def _stage(self, pending: PendingStep) -> Iterator[None]:
-        states = [(generator, generator.get_state()) for generator in self._generators]
-        leaves = [t for t in (*self.inventory.parameters().values(), *self._data.values()) if t.is_leaf]
-        grads = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
         began = time.monotonic()
         self.num += 1
         try:
-            for leaf, _ in grads:  # also of tensors without an optimizer: a backward pass would add to it
-                leaf.grad = None
-            with self._dry_run.stage(pending, alone=True):
+            untouched = self._state.untouched(self.parts.buffers, self._data.values(), self._generators)
+            with untouched, self._dry_run.stage(pending, alone=True):
                 yield
         finally:
             self.seconds_of_last = time.monotonic() - began
-            for leaf, grad in grads:
-                leaf.grad = grad
-            for generator, state in states:
-                generator.set_state(state)
 
 
 class _Alone(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -227,11 +218,3 @@ def _can_be_written_to(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return all(stride != 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _generators(modules: Any) -> Iterator[Generator]:
-    """The random generators that are attributes of modules."""
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, Generator):
-                yield value

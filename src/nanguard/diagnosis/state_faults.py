@@ -93,8 +93,8 @@ def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
 
 
 def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
-    """Whole rows of NaN were computed; single ones among good values are uninitialised memory."""
-    bad = ~torch.isfinite(exam.inventory.parameters()[name].detach())
+    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory."""
+    bad = ~torch.isfinite(exam.parts.state.parameters()[name].detach())
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.ndim else bad.new_zeros(0, dtype=torch.long)
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
     whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
@@ -132,7 +132,7 @@ def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
 def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> tuple[str, Source | None]:
     """The module of a parameter or buffer, and the line that sets it, None if not found."""
     owner, _, attribute = name.rpartition(".")
-    module = exam.inventory.module(owner)
+    module = exam.parts.state.module(owner)
     line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
     return owner, line
 
@@ -203,7 +203,7 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
     """The gradients are finite, but the optimizer's update is not."""
     event, note, run = finding.event, finding.event.note, exam.run
     name = note.owner or run.names[0].rpartition(" ")[2]
-    optimizer = exam.inventory.optimizer_of(name)
+    optimizer = exam.parts.state.optimizer_of(name)
     cause, because = _cause_of_update(exam, finding)
     source, evidence, is_traced = source_of(note.place), tuple[str, ...](), True
     kind = type(optimizer).__name__

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nanguard.diagnosis.inventory import Inventory
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.source.frames import Place
-from nanguard.step.evidence import nonfinite_names
+from nanguard.state.nonfinite import nonfinite_names
+from nanguard.state.training_state import TrainingState
 from nanguard.step.parts import StepParts
 
 
@@ -42,25 +42,25 @@ class Run:
         if not look(loss).is_finite:
             self.found, self.ends = "loss", self.trace.events_of(loss)
 
-    def look_at_gradients(self, inventory: Inventory, parts: StepParts) -> None:
-        """Check the gradients of the parameters that an optimizer owns."""
+    def look_at_gradients(self, parts: StepParts) -> None:
+        """Of what an optimizer owns."""
         owned = {id(p) for group in parts.skippable.groups() for p in group}
-        grads = {n: p.grad for n, p in inventory.parameters().items() if p.grad is not None and id(p) in owned}
+        grads = {n: p.grad for n, p in parts.state.parameters().items() if p.grad is not None and id(p) in owned}
         bad = nonfinite_names(grads)
         if bad:
             self.found, self.names = "gradients", bad
             self.ends = tuple(event for name in bad for event in self.trace.events_of(grads[name]))
 
-    def look_at_writes(self, inventory: Inventory) -> None:
-        """Check the buffers and parameters that the user's program wrote to."""
-        for kind, tensors in (("buffer", inventory.buffers()), ("parameter", inventory.parameters())):
+    def look_at_writes(self, state: TrainingState) -> None:
+        """At the buffers and parameters that the program itself has written to."""
+        for kind, tensors in (("buffer", state.buffers()), ("parameter", state.parameters())):
             written = {n: tensor for n, tensor in tensors.items() if f"{kind} {n}" in self.trace.writes}
             if self.is_finite:
                 self._look_at(f"{kind}s", written)
 
-    def look_at_update(self, inventory: Inventory) -> None:
-        states = {name: tensor for name, _, tensor in inventory.states()}
-        for tensors in (inventory.parameters(), states):
+    def look_at_update(self, state: TrainingState) -> None:
+        states = {name: tensor for name, _, tensor in state.optimizer_states()}
+        for tensors in (state.parameters(), states):
             if self.is_finite:
                 self._look_at("update", tensors)
 
@@ -71,15 +71,24 @@ class Run:
             self.found, self.names, self.ends = found, tuple(bad), tuple(ends)
 
 
-def introduce(trace: Trace, inventory: Inventory) -> None:
-    """Register the tensors that existed before the step, by name."""
-    for name, tensor in inventory.buffers().items():
+def introduce(trace: Trace, state: TrainingState) -> None:
+    """Names what was there before the step."""
+    for name, tensor in state.buffers().items():
         trace.know(f"buffer {name}", tensor, BUFFER, watched=True)
-    for name, tensor in inventory.parameters().items():
+    for name, tensor in state.parameters().items():
         trace.know(f"parameter {name}", tensor, PARAMETER, watched=True, owner=name)
-    introduce_states(trace, inventory)
+    introduce_states(trace, state)
 
 
-def introduce_states(trace: Trace, inventory: Inventory) -> None:
-    for name, owner, tensor in inventory.states():
+def introduce_states(trace: Trace, state: TrainingState) -> None:
+    for name, owner, tensor in state.optimizer_states():
         trace.know(f"state {name}", tensor, STATE, watched=True, owner=owner)
+
+
+def tensors_by_kind(state: TrainingState) -> dict[str, Tensor]:
+    """What ``introduce`` names, by the same names."""
+    return {
+        **{f"buffer {name}": tensor for name, tensor in state.buffers().items()},
+        **{f"parameter {name}": tensor for name, tensor in state.parameters().items()},
+        **{f"state {name}": tensor for name, _, tensor in state.optimizer_states()},
+    }

@@ -27,8 +27,8 @@ from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
-from nanguard.state.backup import Backup
 from nanguard.state.optimizer_traits import traits_of
+from nanguard.state.training_state import CapturedUpdate
 from nanguard.state.undo import Undo
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
@@ -234,7 +234,7 @@ class HostedStep:
         self.open()
         return self.skippable.result
 
-    def before_blind_step(self) -> Backup:
+    def before_blind_step(self) -> CapturedUpdate:
         """Of an optimizer that computes gradients inside ``step()``, so that nothing can be known before."""
         if not self.is_blind:
             self.is_blind = True
@@ -246,9 +246,9 @@ class HostedStep:
         self.num_calls += 1
         if self.parts.pending is None:
             self.open()
-        return Backup([self.optimizer])
+        return self.parts.state.capture_update()
 
-    def after_blind_step(self, backup: Backup, this: Iteration) -> None:
+    def after_blind_step(self, before: CapturedUpdate, this: Iteration) -> None:
         """Takes the step back where it has made something non-finite."""
         parts, pending = self.parts, self.parts.pending
         assert pending is not None
@@ -256,12 +256,12 @@ class HostedStep:
         parts.num_steps += 1
         try:
             self._fill(pending, this)
-            reading = self._read_blind_step(pending, this, is_spoiled=backup.is_spoiled())
+            reading = self._read_blind_step(pending, this, is_spoiled=before.is_spoiled())
             if reading.found:
-                backup.put_back()
+                before.put_back()
                 self.put_back()
         except (KeyboardInterrupt, SystemExit):  # it is not known whether the step was good, or half of it is put back
-            backup.put_back()
+            before.put_back()
             self.put_back()
             raise
         if reading.found:

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanguard.state.casts import to_fp32_
 from nanguard.step.parts import StepParts
 
 
@@ -61,10 +60,7 @@ class ActiveMitigations:
 
     def cast(self) -> tuple[str, ...]:
         """Weights and optimizer state to fp32, in place; names of what was not."""
-        parts = self._parts
-        names = to_fp32_(
-            parts.state.model, parts.state.optimizers, () if parts.state.ema is None else (parts.state.ema,)
-        )
+        names = self._parts.state.cast_to_fp32_()
         self._has_cast = self._has_cast or bool(names)
         return names
 

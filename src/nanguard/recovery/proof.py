@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanguard.records.steps import Verdict
+from nanguard.state.nonfinite import holds_nonfinite
 from nanguard.step.dry_run import DryRun
-from nanguard.step.evidence import holds_nonfinite
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 

@@ -30,7 +30,6 @@ from nanguard.recovery.rollbacks import Rollbacks
 from nanguard.state.data import Data
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.dry_run import DryRun
-from nanguard.step.evidence import nonfinite_names
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.protocols import StepTracer
@@ -54,8 +53,8 @@ class Recovery:
         self.casebook = Casebook(parts, self.examinations, ring, bundles)
         self._witness: PendingStep | None = None
         self._last_good: PendingStep | None = None
-        self._from_the_start = frozenset(nonfinite_names(self._state.tensors()))
-        worth_a_word = sorted(self.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
+        self._from_the_start = frozenset(self._state.nonfinite())
+        worth_a_word = sorted(self._state.unsound()) if self._from_the_start else []  # an Inf in a buffer is a mask
         if worth_a_word:
             log.warning("non-finite before training begins: %s", ", ".join(worth_a_word[:5]))
 
@@ -160,11 +159,10 @@ class Recovery:
 
     def damaged(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are non-finite and were not always so. Syncs."""
-        live = self._state.tensors()
-        bad = [name for name in nonfinite_names(live) if name not in self._from_the_start]
+        bad = [name for name in self._state.nonfinite() if name not in self._from_the_start]
         if not bad:
             return ()
-        buffers = self._state.buffer_names()
+        live, buffers = self._state.tensors(), self._state.buffer_names()
         return tuple(name for name in bad if self._was_finite(name, live[name], is_buffer=name in buffers))
 
     def _was_finite(self, name: str, now: Tensor, *, is_buffer: bool) -> bool:
@@ -177,16 +175,6 @@ class Recovery:
             return not is_buffer
         now = now.detach().to(then.device)  # to the copy, not the other way: the device may have no memory to spare
         return bool((~torch.isfinite(now) & torch.isfinite(then)).any())
-
-    def is_sound(self) -> bool:
-        """Whether a checkpoint of this would be: all weights and optimizer state finite, no NaN in a buffer. Syncs."""
-        return not self.unsound()
-
-    def unsound(self) -> tuple[str, ...]:
-        """Names of what keeps it from being sound. Syncs."""
-        live, buffers = self._state.tensors(), self._state.buffer_names()
-        bad = nonfinite_names(live)  # an Inf in a buffer may be a mask
-        return tuple(name for name in bad if name not in buffers or bool(torch.isnan(live[name]).any()))
 
     def forget(self) -> None:
         """The run is elsewhere now."""

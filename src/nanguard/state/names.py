@@ -1,8 +1,10 @@
-"""Names as the user wrote them, without what DDP and ``torch.compile`` put in front."""
+"""Names as the user wrote them, without the prefixes of DDP and ``torch.compile``."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nanguard import _compat
@@ -27,3 +29,23 @@ def plain_name(name: str) -> str:
 def names_of(model: nn.Module) -> dict[int, str]:
     """Every parameter's name, by its identity."""
     return {id(param): plain_name(name) for name, param in unwrapped(model).named_parameters()}
+
+
+def tensor_slots(module: nn.Module, prefix: str, *, buffers_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, those that are there; one that has two names once."""
+    seen: set[int] = set()
+    for name, (owner, key) in tensor_places(module, prefix, buffers_only=buffers_only):
+        buffers = _compat.buffers_of(owner)
+        tensor = buffers[key] if key in buffers else _compat.parameters_of(owner).get(key)
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def tensor_places(
+    module: nn.Module, prefix: str, *, buffers_only: bool = False
+) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    for path, owner in module.named_modules():
+        start = plain_name(f"{prefix}.{path}")
+        for key in (*(() if buffers_only else _compat.parameters_of(owner)), *_compat.buffers_of(owner)):
+            yield f"{start}.{key}", (owner, key)

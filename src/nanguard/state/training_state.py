@@ -1,24 +1,28 @@
-"""All that a training run is made of, by name: what a snapshot copies, and how it is put back.
+"""Everything that a training run consists of, by name: how it is copied, put back, checked, cast and left untouched.
 
-Tensors are found anew each time, since programs add and replace them. What is no tensor (learning rates, schedules,
-step counts kept as numbers, random states) is copied into plain *facts*.
+Tensors are looked up anew each time, since programs add and replace them. What is not a tensor (learning rates,
+schedules, step counts kept as numbers, random states) is copied into plain *facts*.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard import _compat
-from nanguard.state.names import names_of, plain_name, unwrapped
+from nanguard.state.casts import to_fp32_
+from nanguard.state.names import names_of, plain_name, tensor_places, tensor_slots, unwrapped
+from nanguard.state.nonfinite import nonfinite_names
+from nanguard.state.optimizer_state import Node, filled, leaves, references, skeleton
 from nanguard.state.rng import RngReader, RngState
 from nanguard.state.schedule import Schedule, ScheduleNote
-from nanguard.state.trees import named_tensors, with_dots
+from nanguard.state.undo import Undo
 
 Facts = dict[str, Any]
 Saved = Callable[[str], Tensor]
@@ -38,7 +42,10 @@ class Component(Protocol):
 
 
 class TrainingState:
-    """The one list of what a run consists of. ``components`` are parts of the guard, by name. Nothing here syncs."""
+    """The one list of what a run consists of. ``components`` are parts of the guard, by name.
+
+    Nothing here syncs, except what says so.
+    """
 
     def __init__(
         self,
@@ -47,12 +54,11 @@ class TrainingState:
         *,
         device: torch.device,
         schedule: Schedule,
-        rng_reader: RngReader,
         ema: Any = None,
         components: Mapping[str, Component] | None = None,
     ) -> None:
         self.model, self.optimizers, self.ema, self.device = model, optimizers, ema, device
-        self.schedule, self.rng_reader = schedule, rng_reader
+        self.schedule, self.rng_reader = schedule, RngReader(device)
         self._components = dict(components or {})
         self._names = names_of(model)
 
@@ -66,31 +72,79 @@ class TrainingState:
             self._names = names_of(self.model)
         return self._names.get(id(param), f"<parameter of shape {tuple(param.shape)}, not in the model>")
 
+    # ---- looking up ----------------------------------------------------------------------------------------------
+
+    @property
+    def own_model(self) -> nn.Module:
+        """The user's model inside DDP and ``torch.compile``."""
+        return unwrapped(self.model)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Of the model, by the names that the user knows."""
+        return {plain_name(name): p for name, p in self.own_model.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Of the model, by the names that the user knows."""
+        return {plain_name(name): b for name, b in self.own_model.named_buffers()}
+
+    def optimizer_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Name (``exp_avg of head.weight``), parameter and tensor of the optimizers' state."""
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                owner = self.name_of(param) if isinstance(param, Tensor) else ""
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor):
+                        yield f"{key} of {owner}", owner, value
+
+    def module(self, name: str) -> nn.Module | None:
+        """A module of the model, None if there is none of this name."""
+        try:
+            return self.own_model.get_submodule(name)
+        except AttributeError:
+            return None
+
+    def optimizer_of(self, name: str) -> Optimizer:
+        """The optimizer that steps a parameter; the first one if none does."""
+        param = self.parameters().get(name)
+        for optimizer in self.optimizers:
+            if any(p is param for p in _params(optimizer)):
+                return optimizer
+        return self.optimizers[0]
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step may change, as it is now; the tensors themselves, not copies."""
         return {**dict(self._of_models()), **dict(self._of_optimizers()), **dict(self._of_components())}
 
+    def nonfinite(self) -> tuple[str, ...]:
+        """Names of ``tensors()`` that hold NaN or Inf. Syncs."""
+        return nonfinite_names(self.tensors())
+
+    def unsound(self) -> tuple[str, ...]:
+        """``nonfinite()`` without buffers that hold Inf but no NaN, which may be masks. Syncs."""
+        live, buffers = self.tensors(), self.buffer_names()
+        bad = nonfinite_names(live)
+        return tuple(name for name in bad if name not in buffers or bool(torch.isnan(live[name]).any()))
+
     def of_model(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the model alone."""
-        return dict(_slots(unwrapped(self.model), "model"))
+        """Parameters and buffers of the model alone, by their names in ``tensors()``."""
+        return dict(tensor_slots(self.own_model, "model"))
 
     def buffer_names(self) -> set[str]:
-        """Names of what is written already in the forward pass."""
-        return {name for name, _ in _slots(unwrapped(self.model), "model", buffers_only=True)}
+        """Names in ``tensors()`` of what the forward pass may write to."""
+        return {name for name, _ in tensor_slots(self.own_model, "model", buffers_only=True)}
+
+    # ---- copying and putting back --------------------------------------------------------------------------------
 
     def facts(self) -> Facts:
         """Everything else, copied."""
         note = self.schedule.note(everything=True)
         return {
             "schedule": {"options": note.options, "schedulers": note.schedulers, "factor": note.factor},
-            "optimizers": [
-                {self._name(param): _skeleton(state, f"optimizer.{i}.{self._name(param)}") for param, state in each}
-                for i, each in self._states()
-            ],
+            "optimizers": self._skeletons(),
             "rng": self.rng_reader.now().as_dict(),
             "models": [name for name, _ in self._of_models()],
             "extra": {path: copy.deepcopy(module.get_extra_state()) for path, module in self._with_extra_state()},
-            "parameters": {name: list(tensor.shape) for name, tensor in self._parameters()},
+            "parameters": {name: list(tensor.shape) for name, tensor in self._parameter_places()},
             "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
             "none": [name for name, owner, key in self._buffer_places() if _compat.buffers_of(owner)[key] is None],
             "components": {name: component.facts() for name, component in self._components.items()},
@@ -108,9 +162,9 @@ class TrainingState:
         self._check(facts)
         live = self.tensors()
         wanted = set(facts["models"]) | set(facts["component_tensors"])
-        for skeletons in facts["optimizers"]:
-            for skeleton in skeletons.values():
-                wanted |= set(_references(skeleton))
+        for nodes in facts["optimizers"]:
+            for node in nodes.values():
+                wanted |= set(references(node))
         put_back({name: live[name] for name in wanted & live.keys() if _fits(live[name], saved(name))})
         self._replace_buffers(facts["models"], live, saved, none=set(facts["none"]))
         self._replace_states(facts["optimizers"], live, saved)
@@ -123,16 +177,62 @@ class TrainingState:
         self.drop_gradients()
         RngState.from_dict(facts["rng"]).restore(self.device)
 
+    def capture_update(self) -> CapturedUpdate:
+        """Copies what an optimizer's step writes to, so that the step can be undone. Syncs."""
+        return CapturedUpdate(self)
+
     def drop_gradients(self) -> None:
         """Sets all gradients of the optimizers' parameters to None."""
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+            for param in _params(optimizer):
+                param.grad = None
+
+    @contextlib.contextmanager
+    def untouched(
+        self, buffers: Undo, leaves: Iterable[Tensor] = (), generators: Iterable[Generator] = ()
+    ) -> Iterator[None]:
+        """Runs code; afterwards buffers, gradients, random states and train/eval modes are as they were.
+
+        Inside, no parameter has a gradient. ``buffers`` watches the model's. ``leaves`` and ``generators`` are more
+        tensors that may get a gradient, and more random states, besides those of the model and its modules.
+        """
+        modules = list(self.model.modules())
+        rng, modes = self.rng_reader.now(), [(module, module.training) for module in modules]
+        states = [(generator, generator.get_state()) for generator in (*_generators(modules), *generators)]
+        params = [p for optimizer in self.optimizers for p in _params(optimizer)]
+        grads = [(p, p.grad) for p in (*self.model.parameters(), *params, *leaves) if p.is_leaf and p.requires_grad]
+        buffers.note_()
+        for param, _ in grads:
+            param.grad = None
+        try:
+            yield
+        finally:
+            buffers.undo_()
+            for param, grad in grads:
+                param.grad = grad
+            for generator, state in states:
+                generator.set_state(state)
+            rng.restore(self.device)
+            for module, mode in modes:
+                module.training = mode
+
+    def cast_to_fp32_(self) -> tuple[str, ...]:
+        """Casts everything in fp16 or bf16 to fp32, in place, and returns the names in ``tensors()`` of what was cast.
+
+        Every tensor stays the object it was, so optimizers, schedules, averages and DDP go on as if everything had
+        been loaded in fp32. fp64 stays fp64. Gradients are dropped. If nothing is in half precision, nothing changes.
+
+        Call it between steps, on all ranks alike: no graph of the old parameters may be alive. Compiled code compiles
+        anew; CUDA graphs have to be captured again. Hooks on parameters stay. Sharded parameters, and DDP with a
+        ``mixed_precision`` of its own, raise ``ValueError``, and nothing changes.
+        """
+        return to_fp32_((self.model,) if self.ema is None else (self.model, self.ema), self.tensors())
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
 
     def _check(self, facts: Facts) -> None:
         """Raises ``ValueError`` where the run is not the one that was copied, before anything is written."""
-        now, then = {name: list(tensor.shape) for name, tensor in self._parameters()}, facts["parameters"]
+        now, then = {name: list(tensor.shape) for name, tensor in self._parameter_places()}, facts["parameters"]
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         odd = sorted(name for name in now.keys() | then.keys() if now.get(name, then.get(name)) != then.get(name))
         odd += sorted(then.keys() - now.keys())
@@ -143,43 +243,69 @@ class TrainingState:
                 f"the snapshot of step {facts['step']} is of another model or optimizer ({what}): nothing was put back"
             )
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (owner, key) in _places(unwrapped(self.model), "model"):
+    def _parameter_places(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (owner, key) in tensor_places(self.own_model, "model"):
             parameter = _compat.parameters_of(owner).get(key)
             if parameter is not None:
                 yield name, parameter
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that keep something of their own in a checkpoint."""
-        for path, module in unwrapped(self.model).named_modules():
+        for path, module in self.own_model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield plain_name(path), module
 
     def _buffer_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name, (owner, key) in _places(unwrapped(self.model), "model", buffers_only=True):
+        for name, (owner, key) in tensor_places(self.own_model, "model", buffers_only=True):
             yield name, owner, key
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        yield from _slots(unwrapped(self.model), "model")
+        yield from tensor_slots(self.own_model, "model")
         if self.ema is not None:
-            yield from _slots(self.ema, "ema")
+            yield from tensor_slots(self.ema, "ema")
+        yield from self._outside().items()
+
+    def _outside(self) -> dict[str, Tensor]:
+        """Parameters that an optimizer steps and the model does not have."""
+        found: dict[str, Tensor] = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for place, param in enumerate(_params(optimizer)):
+                if id(param) not in self._names:
+                    found[f"outside.{i}.{place}"] = param
+        if found and self._names.keys() != (names := names_of(self.model)).keys():
+            self._names = names
+            return self._outside()
+        return found
 
     def _of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
         for i, states in self._states():
-            for param, state in states:
-                yield from named_tensors(state, f"optimizer.{i}.{self._name(param)}", with_dots)
+            for name, state in states:
+                yield from leaves(state, f"optimizer.{i}.{name}")
 
     def _of_components(self) -> Iterator[tuple[str, Tensor]]:
         for name, component in self._components.items():
             yield from ((f"{name}.{key}", tensor) for key, tensor in component.tensors().items())
 
-    def _states(self) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
+    def _states(self) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
         for i, optimizer in enumerate(self.optimizers):
-            yield i, list(optimizer.state.items())
+            yield i, [(self._name(key), state) for key, state in optimizer.state.items()]
+
+    def _skeletons(self) -> list[dict[str, Node]]:
+        return [{name: skeleton(state, f"optimizer.{i}.{name}") for name, state in each} for i, each in self._states()]
+
+    def _owners(self) -> list[dict[str, Any]]:
+        """For each optimizer the keys that it may have state under, by name."""
+        return [{self._name(key): key for key in (*o.state, *_params(o))} for o in self.optimizers]
 
     def _name(self, key: Any) -> str:
-        """Of a parameter; some optimizers have state under other keys as well."""
-        return self.name_of(key) if isinstance(key, Tensor) else repr(key)
+        """A name that no other key has; some optimizers have state under keys that are not parameters."""
+        if not isinstance(key, Tensor):
+            return repr(key)
+        if id(key) not in self._names:
+            for name, param in self._outside().items():
+                if param is key:
+                    return name
+        return self.name_of(key)
 
     def _replace_buffers(
         self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved, *, none: set[str]
@@ -188,82 +314,84 @@ class TrainingState:
         for name, owner, key in self._buffer_places():
             if name in none:
                 _compat.buffers_of(owner)[key] = None
-        places = {name: place for name, place in _places(unwrapped(self.model), "model") if name in names}
+        places = {name: place for name, place in tensor_places(self.own_model, "model") if name in names}
         for name, (owner, key) in places.items():
             if key in _compat.buffers_of(owner) and (name not in live or not _fits(live[name], saved(name))):
                 _compat.buffers_of(owner)[key] = saved(name).clone().to(self.device)
 
-    def _replace_states(self, skeletons: list[dict[str, Any]], live: Mapping[str, Tensor], saved: Saved) -> None:
-        """Optimizer state with exactly the entries it had: made where missing, gone where it was not there yet."""
+    def _replace_states(
+        self,
+        skeletons: list[dict[str, Node]],
+        live: Mapping[str, Tensor],
+        saved: Saved,
+        owners: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Optimizer state with exactly the entries it had. ``live`` tensors are used if they fit, else copies."""
 
         def leaf(name: str, device: str) -> Tensor:
             if name in live and _fits(live[name], saved(name)):
                 return live[name]
             return saved(name).clone().to(device)
 
-        for optimizer, skeleton in zip(self.optimizers, skeletons, strict=True):
-            owners = {self._name(key): key for key in optimizer.state}
-            owners |= {self._name(p): p for group in optimizer.param_groups for p in group["params"]}
-            for param in list(optimizer.state):
-                if self._name(param) not in skeleton:
-                    del optimizer.state[param]
-            for name, node in skeleton.items():
-                optimizer.state[owners[name]] = _filled(node, leaf)
+        for optimizer, nodes, keys in zip(self.optimizers, skeletons, owners or self._owners(), strict=True):
+            for key in list(optimizer.state):
+                if self._name(key) not in nodes:
+                    del optimizer.state[key]
+            for name, node in nodes.items():
+                optimizer.state[keys[name]] = filled(node, leaf, optimizer.state.get(keys[name]))
 
 
-def _slots(module: nn.Module, prefix: str, *, buffers_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, those that are there; one that has two names once."""
-    seen: set[int] = set()
-    for name, (owner, key) in _places(module, prefix, buffers_only=buffers_only):
-        buffers = _compat.buffers_of(owner)
-        tensor = buffers[key] if key in buffers else _compat.parameters_of(owner).get(key)
-        if tensor is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+class CapturedUpdate:
+    """Parameters, optimizer state and options as they were before the optimizers' step."""
+
+    @torch.no_grad()
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._live = self._written()
+        self._copies = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self._owners, self._skeletons = state._owners(), state._skeletons()
+        self._options = [[dict(group) for group in optimizer.param_groups] for optimizer in state.optimizers]
+        self._known = {id(tensor) for tensor in self._live.values()}
+        self._bad_before = {id(self._live[name]) for name in nonfinite_names(self._live)}
+
+    def is_spoiled(self) -> bool:
+        """Whether anything is non-finite now that was finite before. Syncs.
+
+        State that the step has made may start with Inf, for example as the best loss so far, but not with NaN.
+        """
+        live = self._written()
+        bad = [live[name] for name in nonfinite_names(live)]
+        bad = [tensor for tensor in bad if id(tensor) not in self._bad_before]
+        return any(id(tensor) in self._known or bool(torch.isnan(tensor).any()) for tensor in bad)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Writes everything back, into the same tensors; state that the step has made is removed."""
+        state = self._state
+        for name, tensor in self._live.items():
+            if _fits(tensor, self._copies[name]):
+                tensor.copy_(self._copies[name])
+        state._replace_states(self._skeletons, self._live, self._copies.__getitem__, self._owners)
+        for optimizer, options in zip(state.optimizers, self._options, strict=True):
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                for key in group.keys() - saved.keys():
+                    del group[key]
+                group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _written(self) -> dict[str, Tensor]:
+        params = {f"parameter.{self._state._name(p)}": p for o in self._state.optimizers for p in _params(o)}
+        return {**params, **dict(self._state._of_optimizers())}
 
 
-def _places(
-    module: nn.Module, prefix: str, *, buffers_only: bool = False
-) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    for path, owner in module.named_modules():
-        for key in (*(() if buffers_only else _compat.parameters_of(owner)), *_compat.buffers_of(owner)):
-            yield f"{prefix}.{plain_name(f'{path}.{key}')}", (owner, key)
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _generators(modules: Iterable[nn.Module]) -> Iterator[Generator]:
+    """The random generators that modules own."""
+    for module in modules:
+        yield from (value for value in vars(module).values() if isinstance(value, Generator))
 
 
 def _fits(live: Tensor, saved: Tensor) -> bool:
     return live.shape == saved.shape and live.layout is torch.strided and not live.is_inference()
-
-
-# An optimizer's state as a tree of plain containers, tensors replaced by their names: every node is a dict of one key.
-
-
-def _skeleton(value: Any, path: str) -> dict[str, Any]:
-    if isinstance(value, Tensor):
-        return {"tensor": [path, str(value.device)]}
-    if isinstance(value, dict):
-        return {"dict": [[key, _skeleton(child, f"{path}.{key}")] for key, child in value.items()]}
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_skeleton(child, f"{path}.{i}") for i, child in enumerate(value)]}
-    return {"value": copy.deepcopy(value)}
-
-
-def _references(node: dict[str, Any]) -> Iterator[str]:
-    ((kind, content),) = node.items()
-    if kind == "tensor":
-        yield content[0]
-    elif kind != "value":
-        for child in content:
-            yield from _references(child[1] if kind == "dict" else child)
-
-
-def _filled(node: dict[str, Any], leaf: Callable[[str, str], Tensor]) -> Any:
-    ((kind, content),) = node.items()
-    if kind == "tensor":
-        return leaf(*content)
-    if kind == "dict":
-        return {key: _filled(child, leaf) for key, child in content}
-    if kind == "value":
-        return content
-    filled = [_filled(child, leaf) for child in content]
-    return filled if kind == "list" else tuple(filled)

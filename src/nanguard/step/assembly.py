@@ -22,7 +22,6 @@ from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import names_of, unwrapped
 from nanguard.state.optimizer_traits import names_of_optimizers
-from nanguard.state.rng import RngReader
 from nanguard.state.schedule import Schedule, check_schedulers
 from nanguard.state.snapshots.options import Snapshots
 from nanguard.state.training_state import TrainingState
@@ -99,7 +98,6 @@ def assemble(
         optimizers,
         device=device,
         schedule=Schedule(optimizers, schedulers, schedule_per),
-        rng_reader=RngReader(device),
         ema=ema,
         components={"scaler": mixed, "clipper": clipper, "trend": journal},
     )

@@ -18,6 +18,7 @@ from nanguard.numerics.clip import (
     require_max_norm,
     scale_,
 )
+from nanguard.state import sharding
 from nanguard.step.measurement import Group
 
 Clip = str | AGC | ZScore
@@ -55,7 +56,7 @@ class Clipper:
     def clip_(self, groups: Sequence[Group], norms: Tensor) -> None:
         if isinstance(self._how, AGC):
             for group in groups:
-                clip_units_(group.params, group.grads, self._how)
+                clip_units_(sharding.local([*group.params]), group.grads, self._how)
         elif isinstance(self._how, ZScore):
             limits = self._window_of(len(groups), self._how).limits(self._max_norm)
             self._clipped = torch.minimum(norms, limits)

@@ -82,31 +82,22 @@ class DryRun:
         All ranks set it together, unless ``alone``: then calls go past DDP, which waits for other ranks at times.
         """
         parts = self._parts
-        rng, training, open_window = (
-            parts.state.rng_reader.now(),
-            [(m, m.training) for m in parts.modules],
-            parts.pending,
-        )
-        parts.buffers.note_()
-        parts.skippable.zero_grad()
-        parts.pending = pending.afresh()
-        try:
-            for module, mode in pending.training:
-                module.training = mode
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                apart(parts.state.model, alone=alone),
-                _warning_nobody(),
-            ):
-                yield
-        finally:
-            parts.buffers.undo_()
-            parts.skippable.zero_grad()
-            parts.pending = open_window
-            rng.restore(parts.state.device)
-            for module, mode in training:
-                module.training = mode
+        open_step = parts.pending
+        parts.skippable.zero_grad()  # frees their memory, which the run needs
+        with parts.state.untouched(parts.buffers):
+            parts.pending = pending.afresh()
+            try:
+                for module, mode in pending.training:
+                    module.training = mode
+                with (
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                    apart(parts.state.model, alone=alone),
+                    _warning_nobody(),
+                ):
+                    yield
+            finally:
+                parts.pending = open_step
 
     def _places(self, pending: PendingStep) -> range:
         return range(len(pending.microbatches))

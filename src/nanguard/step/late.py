@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from nanguard.errors import ProtocolError
 from nanguard.records.steps import Action, Outcome, Verdict
+from nanguard.state.readback import AsyncReadback
 from nanguard.state.undo import Undo
 from nanguard.step.measurement import MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
 from nanguard.step.protocols import Responder
-from nanguard.step.readback import AsyncReadback
 
 
 class Late:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import are_alike, combine_, tensor_norms
+from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
 
@@ -29,7 +30,7 @@ class Group:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = [p for p in params if p.grad is not None]
-        self.grads: list[Tensor] = [p.grad for p in self.params]  # type: ignore[misc]
+        self.grads = sharding.local([p.grad for p in self.params])  # type: ignore[misc]
         self.alike = are_alike(self.grads)
         if not self.alike:
             self._resolve()
@@ -141,11 +142,13 @@ class Measurement:
             sheet.flags.copy_(torch.stack(list(flags)))
         if peaks:
             sheet.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
+            sharding.global_max_(sheet.buffers)
         alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
         norms = tensor_norms([g for group in groups for g in group.grads], alike=alike)
         if norms:
             here = norms if alike else [norm.to(self._device) for norm in norms]
             torch.stack(list(here), out=sheet.gradients)
+            sharding.global_sum_(sheet.gradients, power=2)
         combine_(sheet.norms, sheet.each_norm, sheet.groups, alike=alike)
 
     @property

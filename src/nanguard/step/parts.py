@@ -21,7 +21,6 @@ from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
 from nanguard.records.steps import Found, Reading, Verdict
 from nanguard.source.frames import runs_user_code
-from nanguard.state.backup import Backup
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import unwrapped
@@ -82,17 +81,17 @@ class StepParts:
 
     @contextlib.contextmanager
     def looking_at_update(self) -> Iterator[list[bool]]:
-        """Around the optimizers' step: takes it back where it made something non-finite, and says so in the list."""
+        """Around the optimizers' step: undoes it if it made something non-finite, and appends True to the list."""
         spoiled: list[bool] = []
-        backup = Backup(self.state.optimizers)
+        before = self.state.capture_update()
         try:
             yield spoiled
-            is_spoiled = self.ranks.any(backup.is_spoiled())
-        except (KeyboardInterrupt, SystemExit):  # half a step, or one that nobody has looked at
-            backup.put_back()
+            is_spoiled = self.ranks.any(before.is_spoiled())
+        except (KeyboardInterrupt, SystemExit):  # half a step, or one that was not checked
+            before.put_back()
             raise
         if is_spoiled:
-            backup.put_back()
+            before.put_back()
             spoiled.append(True)
             self.be_careful()
 

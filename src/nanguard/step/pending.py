@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.state.readback import PendingCopy
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
 from nanguard.step.measurement import EMPTY_LAYOUT, MeasurementLayout
-from nanguard.step.readback import PendingCopy
 
 LossFn = Callable[[Any, Any], Any]
 
