@@ -1,15 +1,9 @@
 """Record every op of a step (forward, backward and update) and the path of non-finite values.
 
-Each op with a non-finite output is an event of one of these kinds:
-
-- *birth*: it made a non-finite value from finite ones.
-- *turned*: it made a NaN from infinities.
-- *given*: the value is a constant (a mask, an initial value) or uninitialised memory.
-- *outside*: the value existed before the step.
-- *heir*: it passed on a non-finite value of an input.
-
-The trace keeps numbers, not tensors. It identifies a tensor by its storage, because it sees every op that makes or
-writes one.
+An op with a non-finite output is an event. *birth*: it made the value from finite ones. *turned*: it made a NaN from
+infinities. *given*: the value is a constant (a mask, an initial value) or uninitialised memory. *outside*: the value
+existed before the step. *heir*: the value comes from an input. The trace keeps numbers, not tensors, and identifies a
+tensor by its storage, because it sees every op that makes or writes one.
 """
 
 from __future__ import annotations
