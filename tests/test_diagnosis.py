@@ -296,7 +296,7 @@ def test_the_loss_scale_and_precision_stay_as_they_are() -> None:
         _, guard = guarded_run(diagnose, "eager", "fp16", "own loop", nanguard.LossScale(initial=1024.0))
         parts = guard._parts
         assert parts.precision.dtype is torch.float16
-        states.append(parts.scaler.state_dict())
+        states.append(parts.precision.scaler.state_dict())
     assert states[0] == states[1]
 
 
@@ -528,7 +528,7 @@ def test_listening_keeps_nobody_from_copying_or_saving_the_model() -> None:
     for again in (copy.deepcopy(guard.model), torch.load(saved, weights_only=False)):
         again(with_zero())
         assert list(again.state_dict()) == list(guard.model.state_dict())
-    assert guard._parts.window is None
+    assert guard._parts.pending is None
     own(guard, with_zero())
     assert the(guard).capture == "module"
     assert len(guard.model._forward_hooks) == 1, "one pair of hooks, however many steps"

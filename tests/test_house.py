@@ -23,7 +23,7 @@ LAYERS = [
     {"diagnosis", "incidents", "runlog"},
     {"recovery"},
     {"wiring"},
-    {"diagnose", "guard", "hosted"},
+    {"guard", "hosted", "standalone"},
     {"autopilot"},
     {"checkpoint", "checkup", "replay", "report", "testing"},
     {"demo"},

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import install
-    from nanguard.diagnose import diagnose
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
     from nanguard.numerics.clip import AGC, ZScore
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from nanguard.policy.rungs import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Skip
     from nanguard.records.diagnosis import Diagnosis
     from nanguard.runlog.reader import read_run
+    from nanguard.standalone import diagnose
     from nanguard.state.snapshots.options import Snapshots
     from nanguard.step.precision import LossScale
 
@@ -63,7 +63,7 @@ _HOME = {
     "Skip": "policy.rungs",
     "Snapshots": "state.snapshots.options",
     "ZScore": "numerics.clip",
-    "diagnose": "diagnose",
+    "diagnose": "standalone",
     "install": "autopilot.entry",
     "read_run": "runlog.reader",
 }

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import nanguard
-from nanguard.diagnose import diagnose
 from nanguard.errors import ProtocolError, ReplayError
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.replay.entry import Program, told
+from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
 from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.rng import RngState
