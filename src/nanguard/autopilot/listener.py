@@ -1,4 +1,4 @@
-"""Hears when the program calls the modules it trains. Nothing is put into them: they can be saved as ever."""
+"""Is told when the program calls the modules it trains. Nothing is added to the modules, so they save as usual."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nanguard.step.calls import Call, CallRecorder
 
 
 class CallListener:
-    """The outermost modules, and below one that is never called itself those inside it.
+    """Listens to the outermost modules, and to the children of one that is never called itself.
 
-    ``begins`` is called before such a call with the identity of the outermost module, ``opens`` gives the list that
-    calls are noted in, None where they are not.
+    ``begins`` is called before such a call with the identity of the outermost module. ``opens`` returns the list that
+    calls are recorded in, or None if they are not recorded now.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class CallListener:
     ) -> None:
         self._begins, self._opens, self._recorder = begins, opens, recorder
         self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
-        self._heard: set[int] = set()
+        self._called: set[int] = set()
         self._wrapped: dict[type[nn.Module], Any] = {}
         self._is_inside = False
 
@@ -38,11 +38,11 @@ class CallListener:
             self._wrap(type(module))
 
     def _forgetting(self, key: int) -> Callable[[Any], None]:
-        listed, heard = self._listed, self._heard
+        listed, called = self._listed, self._called
 
         def forget(_: Any) -> None:
             listed.pop(key, None)
-            heard.discard(key)
+            called.discard(key)
 
         return forget
 
@@ -50,12 +50,13 @@ class CallListener:
         """To the children of modules that have never been called: a program may use their parts alone."""
         for key, (ref, root) in list(self._listed.items()):
             module = ref()
-            children = [] if module is None or key in self._heard else list(module.children())
+            children = [] if module is None or key in self._called else list(module.children())
             if children:
                 del self._listed[key]
                 self.listen(children, root)
 
-    def hang_up(self) -> None:
+    def stop(self) -> None:
+        """Restores the classes of all modules."""
         for kind, original in self._wrapped.items():
             if original is None:
                 del kind.__call__
@@ -70,26 +71,26 @@ class CallListener:
         own = self._wrapped[kind] = vars(kind).get("__call__")
 
         def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """As it is at the time: others, torch.fx among them, put their own in the place of what is inherited."""
+            """Looked up at each call: others, such as torch.fx, may replace the inherited method."""
             inherited: Any = super(kind, module)
             return inherited.__call__(*args, **kwargs) if own is None else own(module, *args, **kwargs)
 
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Asked first: a compiled or traced program must not depend on what we listen to.
+            # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
             if _compat.is_recording() or self._is_inside or id(module) not in self._listed:
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:
-                return self._hear(original, module, args, kwargs)
+                return self._record(original, module, args, kwargs)
             finally:
                 self._is_inside = False
 
         kind.__call__ = call  # type: ignore[method-assign]
 
-    def _hear(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _record(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._begins(self._listed[id(module)][1])
-        self._heard.add(id(module))
+        self._called.add(id(module))
         self._recorder.enter(module, args, kwargs)
         output = original(module, *args, **kwargs)
         self._recorder.leave(module, args, output)

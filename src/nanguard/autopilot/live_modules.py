@@ -1,4 +1,4 @@
-"""The modules of the program that are alive. They are let go of when the program does so."""
+"""The modules of the program that are alive. They are not kept alive here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from torch import nn
 
 
-class Census:
-    """Of those that are there at first, and of all that are added. By identity: a module may not be hashable."""
+class LiveModules:
+    """All that exist when this is made, and all that are added. By identity: a module may not be hashable."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
-        # By type(), since isinstance asks proxies for their class, and some of them then do things.
+        # type() and not isinstance, which asks proxies for their class: some of them then do something.
         for each in gc.get_objects():
             if issubclass(type(each), nn.Module):
                 self.add(each)

@@ -15,11 +15,17 @@ if TYPE_CHECKING:
 
 
 class ManualUpdate:
-    """An optimizer that does nothing, for tensors that the program updates. ``expect`` says which they are now."""
+    """An optimizer that does nothing, for tensors that the program updates. ``expect`` sets which these are now."""
 
     def __init__(self) -> None:
-        self.optimizer: Optimizer = _ByHand([torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)])
+        self.optimizer: Optimizer = _NoOpOptimizer(
+            [torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)]
+        )
         self.hosted: HostedStep | None = None
+
+    def attach(self, hosted: HostedStep | None) -> None:
+        """``hosted`` guards ``optimizer``; None if it could not be guarded."""
+        self.hosted = hosted
 
     def expect(self, leaves: list[Tensor]) -> None:
         if leaves:
@@ -31,23 +37,23 @@ class ManualUpdate:
         return leaves
 
     def clear_gradients(self) -> None:
-        """So that an update by them changes nothing."""
+        """Sets them to zero, so that an update with them changes nothing."""
         for param in self.optimizer.param_groups[0]["params"]:
             if param.grad is not None:
                 param.grad = torch.zeros_like(param.grad)
 
 
-class _ByHand(Optimizer):
+class _NoOpOptimizer(Optimizer):
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> Any:
-        """The program does it."""
+        """The program updates the tensors."""
 
 
 @contextlib.contextmanager
 def holding(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Tensors with these gradients, as if a backward pass had left them there."""
+    """Gives each tensor its gradient, as a backward pass would, and takes it away at the end."""
     before = [(leaf, leaf.grad) for leaf, _ in pairs]
     for leaf, grad in pairs:
         leaf.grad = grad.detach()

@@ -1,4 +1,4 @@
-"""Hears what the program does, and hands each optimizer's step to its pilot. The one place that knows all of them."""
+"""Is told what the program does, and hands each optimizer's step to its hosted step."""
 
 from __future__ import annotations
 
@@ -17,52 +17,49 @@ from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, leaves_of
 from nanguard.autopilot.registry import Registry, hosted_step_of
 from nanguard.autopilot.tracing import Tracer
-from nanguard.diagnosis.graph_probe import examine_graph
 from nanguard.errors import NonFiniteError
+from nanguard.hosted.coordinator import StepCoordinator
+from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_of_leaves
 from nanguard.hosted.optimizers import Once, Step
 from nanguard.hosted.settings import Settings
-from nanguard.hosted.step import HostedStep, Iteration
-from nanguard.source.frames import calling_line
+from nanguard.hosted.step import HostedStep
 from nanguard.state.rng import RngState
 from nanguard.step.calls import Call, CallRecorder
 
 log = logging.getLogger("nanguard")
 
-_FEW = 8
-_MOST_LOSSES = 256
-
 
 class ProgramMonitor:
-    """One for a process. ``patches`` calls it whenever the program does what concerns us."""
+    """One for a process. ``patches`` calls it whenever the program does something that matters here."""
 
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(settings)
-        self._hand: ManualUpdate | None = None
-        self._round = Iteration()
+        self._coordinator = StepCoordinator(lambda: self.hosted_steps)
+        self._manual: ManualUpdate | None = None
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
         self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu")
-        self._listener = CallListener(self.heard, self._open_calls, self._recorder)
+        self._listener = CallListener(self.before_forward, self._open_calls, self._recorder)
         self.children = Children(self._leave_alone)
 
     # ---- what the program does -----------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether what happens now is none of our business: our own work, a worker process, a graph being captured."""
+        """Whether to ignore what happens now: our own work, a worker process, a CUDA graph that is being captured."""
         return self._is_busy or self._is_closed or _is_capturing()
 
     @property
     def is_nested(self) -> bool:
-        """Whether a backward pass is under way already: what checkpointing does inside it is no pass of the program."""
+        """Whether a backward pass is under way. What checkpointing does inside it is not a pass of the program."""
         return self._is_in_backward
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """While the program has its modules traced: nothing is heard, and no op is followed."""
+        """While torch traces modules of the program: nothing is recorded, and no op is followed."""
         was_tracing = self._tracer.live is not None and not self.is_nested
         self._tracer.stop()
         try:
@@ -73,20 +70,20 @@ class ProgramMonitor:
                 self._tracer.start(self.hosted_steps)
 
     def made(self, optimizer: Optimizer) -> None:
-        """The program has made an optimizer; it may not be quite finished yet."""
-        with self._at_work("an optimizer could not be looked at"):
+        """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
+        with self._at_work("a new optimizer could not be examined"):
             self._listener.listen(self.registry.expect(optimizer))
 
-    def take_in(self) -> None:
-        """Before the program computes anything with them, the optimizers that it has made get their pilots."""
-        while self.registry.expects_somebody and not self.is_idle:
-            with self._at_work("an optimizer could not be taken in"):
-                self._welcome(self.registry.seat_next())
+    def guard_new_optimizers(self) -> None:
+        """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
+        while self.registry.has_new_optimizers and not self.is_idle:
+            with self._at_work("an optimizer could not be guarded"):
+                self._attach(self.registry.guard_next())
 
-    def heard(self, root: int) -> None:
+    def before_forward(self, root: int) -> None:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
         self.registry.used.add(root)
-        self.take_in()
+        self.guard_new_optimizers()
         if self.is_idle or self.is_nested:
             return
         is_training = self._open_calls() is not None
@@ -96,37 +93,28 @@ class ProgramMonitor:
             for hosted in self.hosted_steps:
                 if not any(id(each) == root for each in hosted.roots):
                     continue
-                if not is_training:
-                    hosted.parts.last_forward.mend_()
-                elif hosted in self._round.noted:
-                    hosted.parts.last_forward.follow_()
+                if is_training:
+                    self._coordinator.before_forward(hosted)
                 else:
-                    self._round.noted.append(hosted)
-                    hosted.note_again()
+                    hosted.before_evaluation()
 
-    def _welcome(self, hosted: HostedStep | None) -> None:
+    def _attach(self, hosted: HostedStep | None) -> None:
+        """Listens to the modules that a new hosted step trains."""
         if hosted is not None:
             self._listener.listen(hosted.roots)
             self._recorder.device = hosted.parts.state.device.type
             self._tracer.start(self.hosted_steps)
 
-    def backward(self, tensors: Any) -> None:
+    def after_forward(self, tensors: Any) -> None:
         """The program is about to compute gradients of these."""
-        self.take_in()
+        self.guard_new_optimizers()
         self._tracer.resume()
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
-            self._begin_round()
-            seen = [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
-            for hosted in self._round.noted:
-                hosted.parts.last_forward.was_used(seen)
-            self._round.losses += seen
-            del self._round.losses[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
-            if all(loss.device.type == "cpu" for loss in losses):  # elsewhere looking would mean waiting
-                self._round.graph_finding = examine_graph(losses, calling_line()) or self._round.graph_finding
-            if not self._seated and not self._is_left_alone and losses:
-                self._hand = self._hand or ManualUpdate()
-                self._hand.expect(leaves_of(losses))
+            self._coordinator.after_forward(losses)
+            if self._has_no_optimizer and losses:
+                self._manual = self._manual or ManualUpdate()
+                self._manual.expect(leaves_of(losses))
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -141,13 +129,13 @@ class ProgramMonitor:
         """The gradients are there."""
         losses = _losses(tensors)
         if losses:
-            self._look_at_trace(losses[-1])
-        if self._hand is not None and not self._seated and losses:
-            self._step_by_hand(self._hand)
+            self._examine_trace(losses[-1])
+        if self._manual is not None and not self._with_optimizer and losses:
+            self._step_manually(self._manual)
 
-    def scaled_by(self, optimizer: Optimizer, scaler: Any) -> int:
-        """The program's GradScaler is about to step this optimizer, or not; how often that has come to pass so far."""
-        self.take_in()
+    def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
+        """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
+        self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return 0
@@ -155,50 +143,52 @@ class ProgramMonitor:
             hosted.use_scaler(scaler)
         return hosted.num_calls
 
-    def _look_at_trace(self, loss: Tensor) -> None:
-        """As long as the gradients are there."""
+    def _examine_trace(self, loss: Tensor) -> None:
+        """While the gradients are there."""
         live = self._tracer.live
         if live is None:
             return
-        with self._at_work("what was traced could not be looked at"):
-            if self._hand is not None and self._hand.hosted is not None:
-                self._hand.hosted.look_again()
-            self._round.live = live.after_backward(loss) or self._round.live
+        with self._at_work("the trace of a step could not be examined"):
+            if self._manual is not None and self._manual.hosted is not None:
+                self._manual.hosted.look_again()
+            self._iteration.live = live.after_backward(loss) or self._iteration.live
 
     def before_grad(self, outputs: Any) -> None:
-        """The program is about to call ``torch.autograd.grad``, after which the graph is gone."""
+        """The program is about to call ``torch.autograd.grad``, which frees the graph."""
         losses = _losses(outputs)
-        if not self._seated and all(loss.device.type == "cpu" for loss in losses):
-            with self._at_work("a loss could not be looked at"), _compat.unwatched():
-                self._begin_round()
-                self._round.graph_finding = examine_graph(losses, calling_line())
+        if not self._with_optimizer:
+            with self._at_work("a loss could not be examined"), _compat.unwatched():
+                self._coordinator.begin_iteration()
+                self._iteration.graph_finding = None
+                self._coordinator.examine_graph(losses)
 
-    def by_hand(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What ``torch.autograd.grad`` gives a program without an optimizer: zeros where it is not finite."""
-        self.take_in()
+    def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
+        self.guard_new_optimizers()
         losses = _losses(outputs)
         leaves = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         pairs = list(zip(leaves, grads, strict=False))
-        if self._seated or self._is_left_alone or not losses or not all(_is_trained(*pair) for pair in pairs):
+        if not self._has_no_optimizer or not losses or not all(_is_trained(*pair) for pair in pairs):
             return grads
-        with self._at_work("gradients could not be looked at"):
-            self._begin_round()
-            self._round.losses += [_alone(loss) for loss in losses]
-            self._hand = self._hand or ManualUpdate()
-            self._hand.expect(leaves)
+        with self._at_work("gradients could not be examined"):
+            self._coordinator.note_losses(losses)
+            self._manual = self._manual or ManualUpdate()
+            self._manual.expect(leaves)
             with holding(pairs):
-                self._look_at_trace(losses[-1])
-                self._step_by_hand(self._hand)
-            if self._round.refused:
+                self._examine_trace(losses[-1])
+                self._step_manually(self._manual)
+            if self._iteration.refused:
                 return tuple(torch.zeros_like(grad) for grad in grads)
         return grads
 
-    def step(self, optimizer: Optimizer, call: Step | None, *, is_blind: bool = False, otherwise: Any = None) -> Any:
-        """The program calls ``step()``; with None its GradScaler has left the step out.
+    def step(
+        self, optimizer: Optimizer, call: Step | None, *, check_afterwards: bool = False, otherwise: Any = None
+    ) -> Any:
+        """The program calls ``step()``; ``call`` is None if its GradScaler has skipped the step.
 
-        An ``is_blind`` one computes gradients itself. ``otherwise`` is what comes back of a step that is refused.
+        With ``check_afterwards`` the step computes gradients itself. A step that is refused returns ``otherwise``.
         """
-        self.take_in()
+        self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return None if call is None else call()
@@ -209,8 +199,8 @@ class ProgramMonitor:
                 hosted.engine.settle()
                 hosted = self.registry.renew(hosted)
         try:
-            if is_blind:
-                result = self._step_blindly(hosted, once)
+            if check_afterwards:
+                result = self._step_and_check(hosted, once)
             else:
                 self._tracer.stop()
                 with self._busy():
@@ -218,90 +208,58 @@ class ProgramMonitor:
         except NonFiniteError:
             raise
         except Exception:
-            if once.has_raised:  # the program's own
+            if once.has_raised:  # an error of the program
                 raise
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
-            self.registry.dismiss(hosted)
+            self.registry.remove(hosted)
             return once.result if once.is_called else once()
         self._tracer.start(self.hosted_steps)
         return result if once.is_called else otherwise
 
     def num_calls(self, optimizer: Optimizer) -> int:
-        """How often its ``step()`` has come by here."""
+        """How often its ``step()`` was called."""
         hosted = hosted_step_of(optimizer)
         return 0 if hosted is None else hosted.num_calls
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, hosted: HostedStep, call: Step | None) -> Any:
-        if hosted in self._round.stepped:  # without a backward pass: the program sets gradients itself
-            self._begin_round()
-        this = self._round
-        is_first = not this.stepped
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
-            this.calls.clear()
-            hosted.examinations.live.is_allowed = False
-        this.stepped.append(hosted)
-        is_torn = this.refused or (is_first and self._has_bad_companion(hosted))
-        if call is not None and is_torn and not hosted.has_bad_gradients():  # who has bad ones says so
-            this.refused = True
-            hosted.sit_out(this)
-            result = None
-        else:
-            result = hosted.step(call, this)
-        if this.refused:
-            for other in this.noted:
-                if other is not hosted:
-                    other.put_back()
-        if not this.calls:
+            self._iteration.calls.clear()
+            hosted.forbid_tracing()
+        result = self._coordinator.step(hosted, call)
+        if not self._iteration.calls:
             self._listener.listen_closer()
         if len(self.hosted_steps) == 1:
-            this.calls.clear()  # nobody else will ask for them, and they hold a batch
+            self._iteration.calls.clear()  # no other optimizer needs them, and they hold a batch
         return result
 
-    def _step_blindly(self, hosted: HostedStep, call: Step) -> Any:
-        """The step itself calls forward and backward, which are heard, and traced if need be, as at any other time."""
+    def _step_and_check(self, hosted: HostedStep, call: Step) -> Any:
+        """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
         with self._busy(), _compat.unwatched():
-            backup = hosted.before_blind_step()
-        self._begin_round()
+            backup = hosted.before_unchecked_step()
+        self._coordinator.begin_iteration()
         result = call()
         self._tracer.stop()
         with self._busy():
-            self._round.stepped.append(hosted)
-            hosted.after_blind_step(backup, self._round)
+            self._iteration.stepped.append(hosted)
+            hosted.after_unchecked_step(backup, self._iteration)
         return result
 
-    def _begin_round(self) -> None:
-        """Where an optimizer has stepped, what happens now belongs to the next steps."""
-        if self._round.stepped:
-            together = frozenset(map(id, self._round.stepped))
-            for hosted in self._round.stepped:
-                hosted.stepped_together = together
-            self._round = Iteration()
-
-    def _has_bad_companion(self, hosted: HostedStep) -> bool:
-        """Whether one that steps right after this one will be refused: an update by halves is worse than none."""
-        others = [each for each in self.hosted_steps if each is not hosted]
-        if hosted.stepped_together is not None:
-            others = [each for each in others if id(each) in hosted.stepped_together]
-        elif len(others) > _FEW:  # not known yet: those whose modules were called as well
-            others = [each for each in others if each in self._round.noted]
-        return any(other.has_bad_gradients() and not other.is_blind for other in others)
-
-    def _step_by_hand(self, hand: ManualUpdate) -> None:
+    def _step_manually(self, manual: ManualUpdate) -> None:
         """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
-        with self._at_work("a step could not be looked at"):
+        with self._at_work("a step could not be examined"):
             self._tracer.stop()
-            if hand.hosted is None:
-                hand.hosted = self.registry.enroll(hand.optimizer, "", names_of_leaves(hand.leaves))
-                self._welcome(hand.hosted)
+            if manual.hosted is None:
+                manual.attach(self.registry.guard(manual.optimizer, "", names_of_leaves(manual.leaves)))
+                self._attach(manual.hosted)
                 self._tracer.stop()
-            if hand.hosted is not None:
-                self._round.stepped.append(hand.hosted)
-                hand.hosted.look_again()
-                hand.hosted.step(lambda: None, self._round)
-                if self._round.refused:
-                    hand.clear_gradients()
+            if manual.hosted is not None:
+                self._iteration.stepped.append(manual.hosted)
+                manual.hosted.look_again()
+                manual.hosted.step(lambda: None, self._iteration)
+                if self._iteration.refused:
+                    manual.clear_gradients()
         self._tracer.start(self.hosted_steps)
 
     @property
@@ -309,29 +267,34 @@ class ProgramMonitor:
         return self.registry.hosted_steps
 
     @property
-    def _is_left_alone(self) -> bool:
-        """Whether the program has optimizers that are not ours to look after."""
-        return self.registry.has_guard or bool(self.registry.unguarded)
+    def _iteration(self) -> Iteration:
+        return self._coordinator.iteration
 
     @property
-    def _seated(self) -> list[HostedStep]:
-        return [hosted for hosted in self.hosted_steps if self._hand is None or hosted is not self._hand.hosted]
+    def _has_no_optimizer(self) -> bool:
+        """Whether the program updates its tensors itself; False if it has optimizers that are not guarded here."""
+        return not (self._with_optimizer or self.registry.has_guard or self.registry.unguarded)
 
-    # ---- what is noted -------------------------------------------------------------------------------------------
+    @property
+    def _with_optimizer(self) -> list[HostedStep]:
+        """The hosted steps of optimizers that the program has made."""
+        return [hosted for hosted in self.hosted_steps if self._manual is None or hosted is not self._manual.hosted]
+
+    # ---- what is recorded ----------------------------------------------------------------------------------------
 
     def _open_calls(self) -> list[Call] | None:
         if self.is_idle or self.is_nested or not torch.is_grad_enabled():
             return None
-        self._begin_round()
-        return self._round.calls
+        self._coordinator.begin_iteration()
+        return self._iteration.calls
 
     def _random_states(self) -> RngState | None:
         hosted_steps = self.hosted_steps
-        return hosted_steps[0].parts.state.rng_reader.now(hosted_steps[0].parts.num_steps) if hosted_steps else None
+        return hosted_steps[0].random_states() if hosted_steps else None
 
     def _has_begun_step(self) -> bool:
         """Whether a module was called with gradients since an optimizer last stepped."""
-        return bool(self._round.calls) and not self._round.stepped
+        return bool(self._iteration.calls) and not self._iteration.stepped
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -341,18 +304,18 @@ class ProgramMonitor:
             return self.registry.unsound()
 
     def close(self) -> None:
-        """Hears of what is under way, and ends the run log. Afterwards the program is on its own."""
+        """Processes what is under way and ends the run log. Afterwards the program is not guarded."""
         if self._is_closed or not self.children.is_parent:
             return
         self._tracer.stop()
         self._is_busy = True
         self.registry.close()
-        self._listener.hang_up()
+        self._listener.stop()
         self._is_closed = True
 
-    def hang_up(self) -> None:
-        """In a forked process that gets a guard of its own: nothing of this one is left."""
-        self._listener.hang_up()
+    def detach(self) -> None:
+        """In a forked process that gets its own autopilot: removes everything of this one."""
+        self._listener.stop()
         self.children.is_guarded()
 
     def _leave_alone(self) -> None:
@@ -370,7 +333,7 @@ class ProgramMonitor:
 
     @contextlib.contextmanager
     def _at_work(self, failure: str) -> Iterator[None]:
-        """A fault of our own is said, and never the program's end."""
+        """Logs our own errors; never lets them end the program."""
         try:
             with self._busy():
                 yield
@@ -381,15 +344,9 @@ class ProgramMonitor:
 
 
 def _losses(tensors: Any) -> list[Tensor]:
-    """Of what is differentiated, the numbers."""
+    """Those of the tensors to differentiate that are single numbers."""
     several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
-
-
-def _alone(loss: Tensor) -> Tensor:
-    """Without its graph, and without the storage that it may be a small part of."""
-    number = loss.detach().reshape(())
-    return number if _compat.storage_size(number) <= number.element_size() else number.clone()
 
 
 def _is_trained(leaf: Any, grad: Any) -> bool:

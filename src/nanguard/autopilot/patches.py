@@ -1,4 +1,4 @@
-"""The places of torch where a program is heard: made optimizers, their steps, backward passes, loss scaling.
+"""Wraps the functions of torch that tell what a program does: new optimizers, their steps, backward, loss scaling.
 
 Each is wrapped once and looks as it did: names, signatures and attributes are kept, classes and objects are the same.
 """
@@ -23,7 +23,7 @@ from nanguard.state.optimizer_traits import traits_of
 
 
 class Patches:
-    """Put in place when made; ``remove`` takes them back."""
+    """Installed when made; ``remove`` restores everything."""
 
     def __init__(self, monitor: ProgramMonitor) -> None:
         self._monitor = monitor
@@ -31,8 +31,8 @@ class Patches:
         self._classes: set[type[Optimizer]] = set()
         self._replace(Optimizer, "__init__", self._made)
         self._replace(Optimizer, "__setstate__", self._made)  # of copies and pickles
-        self._replace(nn.Module, "__init__", self._born)
-        self._replace(nn.Module, "__setstate__", self._born)
+        self._replace(nn.Module, "__init__", self._module_made)
+        self._replace(nn.Module, "__setstate__", self._module_made)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
         self._replace(BaseProcess, "start", self._start)
@@ -63,7 +63,7 @@ class Patches:
 
         return make
 
-    def _born(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _module_made(self, original: Callable[..., None]) -> Callable[..., None]:
         monitor, live_modules = self._monitor, self._monitor.registry.live_modules
 
         def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class Patches:
         return make
 
     def _guard_class(self, kind: type[Optimizer]) -> None:
-        """The class that defines the step, which others may inherit."""
+        """Wraps ``step`` in the class that defines it, which others may inherit."""
         definer = next(each for each in kind.__mro__ if "step" in vars(each))
         if definer not in self._classes and definer is not Optimizer:
             self._classes.add(definer)
@@ -91,14 +91,14 @@ class Patches:
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
             call = functools.partial(original, optimizer, *args, **kwargs)
-            # Hooks may change gradients; an optimizer of the program's own may call a closure when and as it likes.
+            # Hooks may change gradients; an optimizer that is not torch's may call a closure at any time.
             has_hooks, traits = _compat.has_step_pre_hooks(optimizer), traits_of(optimizer)
             if has_hooks or traits.needs_closure or (callable(closure) and not traits.calls_closure_once):
-                return monitor.step(optimizer, call, is_blind=True)
+                return monitor.step(optimizer, call, check_afterwards=True)
             if not callable(closure):
                 return monitor.step(optimizer, call)
-            # Torch's own call it once, first of all. Its gradients have to be there before anything is decided; the
-            # optimizer then gets the loss that it returned.
+            # Torch's optimizers call it once, before anything else. Its gradients have to be there before the decision;
+            # the optimizer then gets the loss that it returned.
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
@@ -114,7 +114,7 @@ class Patches:
                 monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return
-            monitor.backward(tensors)
+            monitor.after_forward(tensors)
             with monitor.in_backward():
                 original(tensors, *args, **kwargs)
             monitor.after_backward(tensors)
@@ -125,13 +125,13 @@ class Patches:
         monitor = self._monitor
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            # With create_graph, the third argument after them, it is a part of a loss and not an update by it.
+            # With create_graph (the third argument after them) the gradients are part of a loss, not of an update.
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
             if _compat.is_recording() or monitor.is_idle or monitor.is_nested or is_part:
                 return original(outputs, inputs, *args, **kwargs)
             monitor.before_grad(outputs)
             grads = original(outputs, inputs, *args, **kwargs)
-            return monitor.by_hand(outputs, inputs, grads)
+            return monitor.after_grad(outputs, inputs, grads)
 
         return grad
 
@@ -139,7 +139,7 @@ class Patches:
         children = self._monitor.children
 
         def start(process: BaseProcess) -> None:
-            may_train = children.may_train(process)  # asked first: a process that runs has forgotten what it is for
+            may_train = children.may_train(process)  # before it starts: a process that runs has dropped its target
             original(process)
             children.num_spawned += may_train
 
@@ -169,9 +169,9 @@ class Patches:
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if _compat.is_recording() or monitor.is_idle or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
-            before = monitor.scaled_by(optimizer, scaler)
+            before = monitor.before_scaler_step(optimizer, scaler)
             result = original(scaler, optimizer, *args, **kwargs)
-            if monitor.num_calls(optimizer) == before:  # it has found an overflow and does not step
+            if monitor.num_calls(optimizer) == before:  # it has found an overflow and skipped the step
                 monitor.step(optimizer, None)
             return result
 

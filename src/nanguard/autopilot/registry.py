@@ -1,4 +1,4 @@
-"""The optimizers of the program and their pilots: who is there, what they are called, what became of their steps."""
+"""The optimizers of the program and their hosted steps: which there are, their names, counts and incidents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanguard.autopilot.live_modules import Census
+from nanguard.autopilot.live_modules import LiveModules
 from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.names import name_being_assigned, names_in_call, names_in_sight
@@ -25,66 +25,66 @@ from nanguard.wiring import introduce
 
 log = logging.getLogger("nanguard")
 
-_SEAT = "_nanguard_pilot"
-"""Where an optimizer keeps its pilot: torch leaves such attributes out of copies, pickles and ``state_dict``."""
+_ATTRIBUTE = "_nanguard_hosted_step"
+"""Of the optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
 
 
 class Registry:
-    """Optimizers are the program's: they are let go of when it does so."""
+    """Does not keep optimizers alive: they belong to the program."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._arrived: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
-        self._seats: list[tuple[weakref.ref[HostedStep], Journal]] = []
+        self._new: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
+        self._entries: list[tuple[weakref.ref[HostedStep], Journal]] = []
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
         self._search = Search()
         self._past_not_kept = 0
-        self.live_modules = Census()
+        self.live_modules = LiveModules()
         self.used: set[int] = set()
         """Identities of outermost modules that the program has called."""
         self.num_optimizers = 0
-        """That have ever been guarded."""
+        """How many have been guarded, including those that no longer exist."""
         self._numbers = itertools.count(1)
         self.has_guard = False
         self.unguarded: list[str] = []
 
     @property
     def hosted_steps(self) -> list[HostedStep]:
-        """Of optimizers that are still there."""
-        hosted_steps = [ref() for ref, _ in self._seats]
+        """Of optimizers that still exist."""
+        hosted_steps = [ref() for ref, _ in self._entries]
         if None in hosted_steps:
-            self._part_with(None)
+            self._forget(None)
         return [hosted for hosted in hosted_steps if hosted is not None]
 
-    def _part_with(self, whom: HostedStep | None) -> None:
-        """A pilot, or with None those that are gone: a program may make thousands. What became of them is kept."""
-        for ref, journal in self._seats:
-            if ref() is whom:
+    def _forget(self, which: HostedStep | None) -> None:
+        """Removes one, or with None those that no longer exist: a program may make thousands. The counts are kept."""
+        for ref, journal in self._entries:
+            if ref() is which:
                 self._past.update(journal.counts)
                 self._past_incidents += journal.incidents
                 self._past_not_kept += journal.num_not_kept
-        self._seats = [seat for seat in self._seats if seat[0]() is not whom]
+        self._entries = [entry for entry in self._entries if entry[0]() is not which]
 
     @property
-    def expects_somebody(self) -> bool:
-        return bool(self._arrived)
+    def has_new_optimizers(self) -> bool:
+        return bool(self._new)
 
     def expect(self, optimizer: Optimizer) -> list[nn.Module]:
-        """One that the program has just made, and may not be finished; the outermost modules that it trains."""
-        if hosted_step_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self._arrived):
+        """Notes an optimizer that the program is making. Returns the outermost modules that it trains."""
+        if hosted_step_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self._new):
             return []
         params = parameters_of(optimizer)
         roots = [root for root in owners(params, self.live_modules) if not isinstance(root, torch.jit.ScriptModule)]
         names = {**names_in_call(params, roots), **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
-        self._arrived.append((weakref.ref(optimizer), names))
+        self._new.append((weakref.ref(optimizer), names))
         return roots
 
-    def seat_next(self) -> HostedStep | None:
-        """The first that is expected; None where it is gone, or cannot be guarded."""
-        arrived, names = self._arrived.pop(0)
-        optimizer = arrived()
+    def guard_next(self) -> HostedStep | None:
+        """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
+        ref, names = self._new.pop(0)
+        optimizer = ref()
         if optimizer is None or not parameters_of(optimizer):
             return None
         if has_guard(optimizer):
@@ -92,64 +92,71 @@ class Registry:
             return None
         name = names_in_sight([optimizer]).get(id(optimizer)) or names[id(optimizer)] or type(optimizer).__name__
         taken = [hosted.name for hosted in self.hosted_steps]
-        return self.enroll(optimizer, name if name not in taken else f"{name} {self.num_optimizers}", names)
+        return self.guard(optimizer, name if name not in taken else f"{name} {self.num_optimizers}", names)
 
-    def enroll(self, optimizer: Optimizer, name: str, names: Mapping[int, str]) -> HostedStep | None:
-        """None where the optimizer cannot be guarded, which is said once; the program goes on without.
+    def guard(self, optimizer: Optimizer, name: str, names: Mapping[int, str]) -> HostedStep | None:
+        """None if the optimizer cannot be guarded, which is logged; the program goes on without.
 
-        ``names`` are those that things had when it was made.
+        ``names`` are those that modules and tensors had when it was made.
         """
         kind = type(optimizer).__name__
         trained, roots = self._trained(optimizer, names)
         try:
-            shares = bool(self.hosted_steps)
-            hosted = HostedStep(
-                optimizer, trained, roots, self._settings, name=name, shares=shares, search=self._search
-            )
+            hosted = self._make(optimizer, trained, roots, name=name, shares=bool(self.hosted_steps))
             first = next((other for other in self.hosted_steps if other.parts.state.model is trained), None)
             if first is not None:
-                hosted.leave_buffers_to(first)
+                hosted.share_buffers_of(first)
             hosted.open()
         except ValueError as error:
             log.warning("%s is not guarded: %s", kind, error)
             self.unguarded.append(kind)
             return None
         except Exception:
-            log.exception("%s is not guarded: nanguard failed to take it in", kind)
+            log.exception("%s is not guarded: nanguard failed to set it up", kind)
             self.unguarded.append(kind)
             return None
         self._introduce(hosted)
-        vars(optimizer)[_SEAT] = hosted
-        self._seats.append((weakref.ref(hosted), hosted.parts.journal))
+        vars(optimizer)[_ATTRIBUTE] = hosted
+        self._entries.append((weakref.ref(hosted), hosted.parts.journal))
         return hosted
 
+    def _make(
+        self, optimizer: Optimizer, trained: nn.Module, roots: list[nn.Module], *, name: str, shares: bool
+    ) -> HostedStep:
+        return HostedStep(
+            optimizer,
+            trained,
+            roots,
+            self._settings,
+            name=name,
+            shares=shares,
+            search=self._search,
+            numbers=self._numbers,
+        )
+
     def _trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> tuple[nn.Module, list[nn.Module]]:
-        """Looked for anew: the program may have wrapped its modules since."""
+        """What it trains now: the program may have wrapped its modules since it made the optimizer."""
         params = parameters_of(optimizer)
         roots = owners(params, self.live_modules)
         roots = without_copies(roots, self.used)
         return trained_modules_of(params, roots, {**names, **names_in_sight([*params, *roots])}), roots
 
     def renew(self, hosted: HostedStep) -> HostedStep:
-        """With the modules whose parameters the program has added; as it was where that cannot be."""
+        """A new hosted step that knows the parameters that the program has added; the old one if that fails."""
         trained, roots = self._trained(hosted.optimizer, names_inside(hosted.parts.state.model))
         try:
-            shares = hosted.sync == "eager"
-            new = HostedStep(
-                hosted.optimizer, trained, roots, self._settings, name=hosted.name, shares=shares, search=self._search
-            )
+            new = self._make(hosted.optimizer, trained, roots, name=hosted.name, shares=hosted.sync == "eager")
         except Exception:
-            log.exception("parameters that were added to %s are not looked after", type(hosted.optimizer).__name__)
+            log.exception("parameters that were added to %s are not guarded", type(hosted.optimizer).__name__)
             return hosted
         new.take_over(hosted)
-        vars(hosted.optimizer)[_SEAT] = new
-        self._seats = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._seats]
+        vars(hosted.optimizer)[_ATTRIBUTE] = new
+        self._entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._entries]
         return new
 
     def _introduce(self, hosted: HostedStep) -> None:
         is_first = not self.num_optimizers
         self.num_optimizers += 1
-        hosted.parts.journal.numbers = self._numbers
         for other in self.hosted_steps:
             other.ask_the_host()
         introduce(
@@ -160,56 +167,55 @@ class Registry:
             joins=not is_first,
         )
 
-    def dismiss(self, hosted: HostedStep) -> None:
-        vars(hosted.optimizer).pop(_SEAT, None)
-        self._part_with(hosted)
+    def remove(self, hosted: HostedStep) -> None:
+        """The program goes on with a plain optimizer."""
+        vars(hosted.optimizer).pop(_ATTRIBUTE, None)
+        self._forget(hosted)
 
-    # ---- what became of them -------------------------------------------------------------------------------------
+    # ---- counts and incidents --------------------------------------------------------------------------------------
 
     @property
     def incidents(self) -> Sequence[Incident]:
-        """Of all optimizers, as far as the host has heard, in the order in which they came."""
-        found = [*self._past_incidents, *(incident for _, journal in self._seats for incident in journal.incidents)]
+        """Of all optimizers, as far as the host knows, in the order in which they happened."""
+        found = [*self._past_incidents, *(incident for _, journal in self._entries for incident in journal.incidents)]
         return sorted(found, key=lambda incident: incident.number)
 
     @property
     def counts(self) -> Counter[str]:
         """Steps applied, skipped and so on, of all optimizers."""
         total = Counter(self._past)
-        for _, journal in self._seats:
+        for _, journal in self._entries:
             total.update(journal.counts)  # adding would leave out what is zero
         return total
 
     @property
     def num_not_kept(self) -> int:
         """Incidents that were left out on disk."""
-        return self._past_not_kept + sum(journal.num_not_kept for _, journal in self._seats)
+        return self._past_not_kept + sum(journal.num_not_kept for _, journal in self._entries)
 
     @property
     def refused_in_a_row(self) -> int:
-        """Of the optimizer that fares worst, up to now."""
-        return max((journal.refused_in_a_row for _, journal in self._seats), default=0)
+        """Of the optimizer with the most, up to now."""
+        return max((journal.refused_in_a_row for _, journal in self._entries), default=0)
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
-        for hosted in self.hosted_steps:
-            hosted.parts.last_forward.mend_in_any_case_()
-        return tuple(name for hosted in self.hosted_steps for name in hosted.parts.state.unsound())
+        return tuple(name for hosted in self.hosted_steps for name in hosted.unsound())
 
     def close(self) -> None:
-        """Hears of what is under way, and ends the run log."""
+        """Processes what is under way and ends the run log."""
         for hosted in self.hosted_steps:
             try:
                 hosted.close()
             except NonFiniteError as error:
                 log.warning("%s", error)
             except Exception:
-                log.exception("the last steps could not be looked at")
-            vars(hosted.optimizer).pop(_SEAT, None)  # it is a plain one from now on, whatever is installed next
+                log.exception("the last steps could not be processed")
+            vars(hosted.optimizer).pop(_ATTRIBUTE, None)  # a plain optimizer from now on, whatever is installed next
 
 
 def hosted_step_of(optimizer: Optimizer) -> HostedStep | None:
-    hosted: HostedStep | None = vars(optimizer).get(_SEAT)
+    hosted: HostedStep | None = vars(optimizer).get(_ATTRIBUTE)
     return hosted
 
 

@@ -35,9 +35,15 @@ class Live:
         self._is_used = False
         self._entered: float | None = None
         self._seconds = 0.0
-        self.search = Search()
-        self.is_always = False
-        self.is_allowed = True
+        self.configure(search=Search(), is_always=False, is_allowed=True)
+
+    def configure(self, *, search: Search, is_always: bool, is_allowed: bool) -> None:
+        """``search`` may be shared by several optimizers."""
+        self.search, self.is_always, self.is_allowed = search, is_always, is_allowed
+
+    def forbid(self) -> None:
+        """No step is traced from now on."""
+        self.is_allowed = False
 
     @property
     def is_on(self) -> bool:

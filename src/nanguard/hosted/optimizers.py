@@ -1,4 +1,4 @@
-"""An optimizer whose ``step()`` the program calls: it is let through, or it is not."""
+"""An optimizer whose ``step()`` the program calls. Each call is let through or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgramOptimizers(SkippableOptimizers):
         self.was_called = False
 
     def take(self, step: Step | None) -> None:
-        """The call that waits to be let through; None where the program itself has decided to skip."""
+        """The call that waits to be let through; None if the program itself has decided to skip."""
         self._call, self.result, self.was_called = step, None, False
         self._grads = [(param, param.grad) for group in self.groups() for param in group]
 
@@ -37,7 +37,7 @@ class ProgramOptimizers(SkippableOptimizers):
         """Gradients are the program's to clear."""
 
     def give_back(self) -> None:
-        """After a step that was refused, gradients as the program left them."""
+        """After a step that was refused: puts the gradients back that the program had."""
         if not self.was_called:
             for param, grad in self._grads:
                 if param.grad is not grad:
@@ -46,7 +46,7 @@ class ProgramOptimizers(SkippableOptimizers):
 
 
 class Once:
-    """A call of the program's, whether it was made, and what became of it."""
+    """A call of the program, whether it was made, whether it raised, and what it returned."""
 
     def __init__(self, call: Step | None) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""The program's own GradScaler, as the guard sees it: it scales, unscales and backs off by itself."""
+"""The program's own GradScaler, as the engine sees it. The program scales, unscales and backs off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProgramScaler(Scaler):
         self.are_scaled = False
 
     def follow(self, scale: Tensor | None, *, are_scaled: bool) -> None:
-        """What the program's scaler says in this step."""
+        """Takes over the scale that the program's scaler has in this step."""
         if scale is not None:
             self.scale = scale
         self.are_scaled = are_scaled

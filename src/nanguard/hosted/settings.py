@@ -1,4 +1,4 @@
-"""How a program is guarded from outside."""
+"""How a loop that we do not own is guarded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nanguard.run_folder import RunFolder
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.scheduler import How
     from nanguard.incidents.bundle import Capture
+    from nanguard.step.observers import Observer
 
 
 def patient_policy() -> Policy:
@@ -19,8 +20,8 @@ def patient_policy() -> Policy:
 
     It halts only if nothing can be learned any more: see ``Policy.max_consecutive_skips`` and ``max_skipped_share``.
 
-    Where modules are known to be finite in fp32, and the program's autocast has them overflow again and again, they are
-    kept in fp32. A finite loss that leaves its past is nobody's business here: a GAN's does so every day.
+    Modules that are finite in fp32, but overflow again and again under the program's autocast, are kept in fp32.
+    Divergence of a finite loss is not looked for: the losses of a GAN do so all the time.
     """
     undo = Rollback(when="damage", times=20, per=1000)
     raised = RaisePrecision("module", times=4, retry_after=5000)
@@ -29,7 +30,7 @@ def patient_policy() -> Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """``trace`` follows every op from the first step on, at many times the cost of a step."""
+    """``trace`` follows every op from the first step on, which makes a step many times slower."""
 
     policy: Policy = field(default_factory=patient_policy)
     max_norm: float | None = None
@@ -40,9 +41,10 @@ class Settings:
     capture: Capture = "batch"
     script: str = ""
     argv: tuple[str, ...] = ()
+    observers: tuple[Observer, ...] = ()
 
     def for_one_rank_alone(self) -> Settings:
-        """For a rank that others train with who are not guarded: nothing that would make its weights differ.
+        """For a rank that trains with ranks that are not guarded: nothing that would make its weights differ.
 
         The host decides before each step, since only non-finite gradients count.
         """

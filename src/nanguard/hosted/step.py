@@ -1,11 +1,10 @@
-"""Guards one optimizer of the program: each call of its ``step()`` is measured, and let through or not."""
+"""Guards one optimizer whose ``step()`` the host calls: each call is measured, and let through or not."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
 from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
 from nanguard.hosted.handshake import are_all_guarded
+from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_in_sight
 from nanguard.hosted.optimizers import ProgramOptimizers, Step
 from nanguard.hosted.scale import ProgramScaler
@@ -28,10 +29,10 @@ from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
 from nanguard.state.optimizer_traits import traits_of
+from nanguard.state.rng import RngState
 from nanguard.state.training_state import CapturedUpdate
 from nanguard.state.undo import Undo
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
-from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -45,27 +46,10 @@ _LARGEST_COPY = 256 << 20
 _ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
 
 
-@dataclass(slots=True)
-class Iteration:
-    """What happened since an optimizer last stepped; those that step now, without another backward pass, share it.
-
-    ``live`` says how it ran, where it was traced; ``refused`` that a step of it was not let through;
-    ``remains`` is what the graph of a bad loss still knew.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    stepped: list[HostedStep] = field(default_factory=list)
-    noted: list[HostedStep] = field(default_factory=list)
-    refused: bool = False
-    live: Any = None
-    graph_finding: Any = None
-
-
 def _is_trusted(optimizer: Optimizer) -> bool:
-    """Whether finite gradients make a finite update: so do torch's own optimizers, unless they divide by zero.
+    """Whether finite gradients make a finite update. They do in torch's own optimizers, unless these divide by zero.
 
-    Of all others each update is looked at, which takes a copy of what they train; not of more than a moderate model.
+    Each update of all others is checked, which takes a copy of what they train. Not for models above a moderate size.
     """
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     traits = traits_of(optimizer)
@@ -74,14 +58,14 @@ def _is_trusted(optimizer: Optimizer) -> bool:
 
 
 def _is_zero(eps: Any) -> bool:
-    """Of a number, or a tensor with one; an optimizer of the program's may keep anything under this name."""
+    """A number, or a tensor with one number. Optimizers of the program may keep anything else under this name."""
     if isinstance(eps, Tensor):
         return eps.numel() == 1 and float(eps) == 0.0
     return isinstance(eps, Real) and eps == 0
 
 
-class _Borrowed(Undo):
-    """What another pilot has noted, to be put back."""
+class _SharedBuffers(Undo):
+    """Puts back the buffers that another hosted step has noted."""
 
     def __init__(self, owner: Undo, device: torch.device) -> None:
         super().__init__(device)
@@ -92,7 +76,15 @@ class _Borrowed(Undo):
 
 
 class HostedStep:
-    """``crew`` holds all that the optimizer trains; ``roots`` are the modules that the program calls."""
+    """``trained`` contains all that the optimizer trains; ``roots`` are the modules that the program calls.
+
+    ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
+    ``schedulers`` are those that the host advances: a rollback puts them back too. ``can_trace`` says whether the host
+    can run a step under a trace.
+
+    The host calls ``before_forward``, ``after_forward``, ``measure`` if it changes gradients before the step, and
+    ``step``. ``StepCoordinator`` does so for all optimizers of a run.
+    """
 
     def __init__(
         self,
@@ -104,6 +96,9 @@ class HostedStep:
         name: str,
         shares: bool,
         search: Search,
+        numbers: Iterator[int],
+        schedulers: Sequence[LRScheduler] = (),
+        can_trace: bool = True,
     ) -> None:
         self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
         device = optimizer.param_groups[0]["params"][0].device
@@ -117,8 +112,8 @@ class HostedStep:
         self.parts: StepParts = assemble(
             trained,
             optimizer,
-            scheduler=None,
-            schedule_per="step",
+            scheduler=schedulers,
+            schedule_per="epoch",  # the host advances them
             precision="fp32",
             max_norm=settings.max_norm,
             clip="group",
@@ -130,10 +125,13 @@ class HostedStep:
             process_group=group,
             skippable=self.skippable,
             ranks=ranks,
-            make_journal=lambda is_first: make_journal(settings.run_dir, is_first=is_first, optimizer=name),
+            make_journal=lambda is_first: make_journal(
+                settings.run_dir, is_first=is_first, optimizer=name, observers=settings.observers
+            ),
         )
-        asks = shares or traits_of(optimizer).needs_closure
-        self.sync = "eager" if asks else choose_sync(settings.sync, self.parts)
+        self.parts.journal.share_numbers(numbers)
+        is_asked = shares or traits_of(optimizer).needs_closure
+        self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
         self.engine, self.recovery = make_engine(
             self.parts,
             sync=self.sync,
@@ -145,84 +143,125 @@ class HostedStep:
             snapshot_dir=None,
         )
         self.examinations = self.recovery.examinations
-        self.examinations.advice = _ADVICE
+        if can_trace:
+            self.examinations.advice = _ADVICE
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
-        live = self.examinations.live
-        live.search, live.is_always, live.is_allowed = search, settings.trace, settings.trace or goes_on
+        is_allowed = can_trace and (settings.trace or goes_on)
+        self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
         if not _is_trusted(optimizer):
             self.parts.careful_until = FOREVER
         self.num_calls = 0
-        self.is_blind = False
+        self.was_applied = True
+        """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
+        self.is_checked_afterwards = False
+        """Whether the optimizer computes gradients inside ``step()``, so that it can only be checked afterwards."""
         self.stepped_together: frozenset[int] | None = None
-        """Identities of the pilots that stepped in the same round, when that was last seen."""
+        """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
+        self._are_scaled = False
 
     def open(self) -> None:
-        """A step begins; what it may change is noted."""
+        """Begins a step and notes what it may change."""
         self.engine.open(rerunnable=False, divisor=1)
 
-    def leave_buffers_to(self, other: HostedStep) -> None:
-        """Where another optimizer trains the same module, one of them is enough to note them."""
-        self.parts.buffers = _Borrowed(other.parts.buffers, self.parts.state.device)
+    def _pending(self) -> PendingStep:
+        """The open step; a new one if an exception has ended the last one early."""
+        return self.parts.pending or self.engine.open(rerunnable=False, divisor=1)
 
-    def note_again(self) -> None:
-        """What was noted before is no longer what this step begins with: the program, or others, went on."""
-        if self.parts.pending is not None:
-            self.parts.last_forward.mend_in_any_case_()
-            self.engine.mode.note(self.parts.pending)
-            self.parts.last_forward.begin_(self.parts.buffers)
+    def share_buffers_of(self, other: HostedStep) -> None:
+        """If another optimizer trains the same module, it is enough that one of them notes the buffers."""
+        self.parts.buffers = _SharedBuffers(other.parts.buffers, self.parts.state.device)
+
+    def before_forward(self, *, is_first: bool) -> None:
+        """A module is about to be called with gradients on; ``is_first`` says for the first time in this iteration.
+
+        What was noted when the step was opened may have changed since: the program, or other optimizers, went on.
+        """
+        pending = self._pending()
+        pending.measured = None
+        if not is_first:
+            self.parts.last_forward.follow_()
+            return
+        self.parts.last_forward.mend_in_any_case_()
+        self.engine.mode.note(pending)
+        self.parts.last_forward.begin_(self.parts.buffers)
+
+    def before_evaluation(self) -> None:
+        """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
+        self.parts.last_forward.mend_()
+
+    def after_forward(self, losses: Sequence[Tensor]) -> None:
+        """The host is about to call ``backward()`` on these."""
+        self.parts.last_forward.was_used(losses)
+
+    def random_states(self) -> RngState:
+        """Of the generators that this run draws from, now."""
+        return self.parts.state.rng_reader.now(self.parts.num_steps)
+
+    def measure(self, this: Iteration) -> None:
+        """Measures the step now, before the host clips. ``step`` then decides by these values. One sync."""
+        pending = self._pending()
+        self._fill(pending, this)
+        self._follow_scaler()
+        self.engine.measure(pending)
 
     def has_bad_gradients(self) -> bool:
-        """Waits for the device."""
+        """Syncs."""
         grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
         return bool(nonfinite(grads, self.parts.state.device))
 
     @property
     def has_grown(self) -> bool:
-        """Whether the program has added parameters since."""
+        """Whether the program has added parameters since this object was made."""
         return sum(len(group) for group in self.skippable.groups()) != self._num_params
 
     def take_over(self, other: HostedStep) -> None:
-        """From one that knew fewer parameters."""
+        """Continues the counts and the journal of one that knew fewer parameters."""
         self.parts.num_steps, self.parts.journal = other.parts.num_steps, other.parts.journal
         self.num_calls, self.grad_scaler = other.num_calls, other.grad_scaler
         self.parts.precision.use_scaler(other.parts.precision.scaler)
         self.examinations.live.take_over(other.examinations.live)
 
     def look_again(self) -> None:
-        """The program may have put other tensors in the place of those that it trains."""
+        """Takes in tensors that the program trains now instead of earlier ones."""
         trained, params = self.parts.state.model, [p for group in self.skippable.groups() for p in group]
         if isinstance(trained, TrainedModules) and {id(p) for p in trained.parameters()} != {id(p) for p in params}:
             trained.take(params, names_in_sight(params))
             self.parts.look_again()
 
-    def use_scaler(self, scaler: Any) -> None:
-        """The program's GradScaler steps this optimizer: it may find an overflow, which is routine."""
-        self.grad_scaler = scaler
+    def use_scaler(self, scaler: Any, *, are_scaled: bool = False) -> None:
+        """The program's GradScaler steps this optimizer: it may find an overflow, which is routine.
+
+        ``are_scaled`` says that the gradients have not been divided by the scale yet.
+        """
+        self.grad_scaler, self._are_scaled = scaler, are_scaled
         if self.parts.precision.scaler is None:
             self.ask_the_host()
             self.parts.precision.use_scaler(ProgramScaler(self.parts.state.device))
 
     def ask_the_host(self) -> None:
-        """From now on before each step: what other optimizers do must not come in between."""
+        """From now on the host decides before each step, since other optimizers may step in between."""
         if self.sync == "late":
             self.sync = "eager"
             self.engine.ask_the_host()
             self.open()
 
-    def step(self, call: Step | None, this: Iteration) -> Any:
-        """A call of ``step()``, None where the program's GradScaler has left it out; gives back what the program gets.
+    def forbid_tracing(self) -> None:
+        """The program steps inside a backward pass, in which a trace can neither begin nor end."""
+        self.examinations.live.forbid()
 
-        Syncs as the guard does: not at all where the optimizer is fused and alone on a GPU.
+    def step(self, call: Step | None, this: Iteration) -> Any:
+        """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned.
+
+        One sync, or none if the optimizer is fused and the only one, on a GPU.
         """
         self.num_calls += 1
-        if self.parts.pending is None:
-            self.open()
-        pending = self.parts.pending
-        assert pending is not None
-        self._fill(pending, this)
-        self._follow()
+        pending = self._pending()
+        if pending.measured is None:
+            self._fill(pending, this)
+        self._follow_scaler()
+        before = self.parts.journal.last
         self.skippable.take(call)
         try:
             self.engine.finish(pending)
@@ -230,33 +269,35 @@ class HostedStep:
             self.skippable.give_back()
         if self.sync == "eager":
             pending.calls, pending.last_seen = [], None  # it is over, and they hold a batch
+            last = self.parts.journal.last
+            self.was_applied = last is not None and last is not before and last.applied
         this.refused = this.refused or self._was_refused()
         self.open()
         return self.skippable.result
 
-    def before_blind_step(self) -> CapturedUpdate:
-        """Of an optimizer that computes gradients inside ``step()``, so that nothing can be known before."""
-        if not self.is_blind:
-            self.is_blind = True
+    def before_unchecked_step(self) -> CapturedUpdate:
+        """For an optimizer that computes gradients inside ``step()``, so that nothing is known before."""
+        if not self.is_checked_afterwards:
+            self.is_checked_afterwards = True
             log.warning(
-                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is looked "
-                "at afterwards, and taken back where it made something non-finite",
+                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is checked "
+                "afterwards, and taken back if it made something non-finite",
                 type(self.optimizer).__name__,
             )
         self.num_calls += 1
-        if self.parts.pending is None:
-            self.open()
+        self._pending()
         return self.parts.state.capture_update()
 
-    def after_blind_step(self, before: CapturedUpdate, this: Iteration) -> None:
-        """Takes the step back where it has made something non-finite."""
+    def after_unchecked_step(self, before: CapturedUpdate, this: Iteration) -> None:
+        """Takes the step back if it has made something non-finite."""
         parts, pending = self.parts, self.parts.pending
         assert pending is not None
         parts.pending = None
         parts.num_steps += 1
+        self.was_applied = False
         try:
             self._fill(pending, this)
-            reading = self._read_blind_step(pending, this, is_spoiled=before.is_spoiled())
+            reading = self._read_unchecked_step(pending, this, is_spoiled=before.is_spoiled())
             if reading.found:
                 before.put_back()
                 self.put_back()
@@ -268,12 +309,13 @@ class HostedStep:
             with self.recovery.letting_interrupts_out():
                 parts.journal.record(self.recovery.answer(pending, reading))
         else:
+            self.was_applied = True
             parts.last_forward.mend_()
             verdict = Verdict(kind="healthy", reading=reading)
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
         self.open()
 
-    def _read_blind_step(self, pending: PendingStep, this: Iteration, *, is_spoiled: bool) -> Reading:
+    def _read_unchecked_step(self, pending: PendingStep, this: Iteration, *, is_spoiled: bool) -> Reading:
         losses = [float(loss) for loss in this.losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[0] if losses else math.nan)
         found: tuple[Found, ...] = ()
@@ -282,23 +324,31 @@ class HostedStep:
         rates = self.parts.state.schedule.known_rates
         return Reading(step=pending.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
 
-    def sit_out(self, this: Iteration) -> None:
-        """Another optimizer of the same round has been refused: all of them step, or none does."""
+    def skip_with_others(self, this: Iteration) -> None:
+        """Another optimizer of the same iteration was refused, so this one is skipped too."""
         self.num_calls += 1
+        self.was_applied = False
         pending, parts = self.parts.pending, self.parts
         self.put_back()
         loss = float(this.losses[-1]) if this.losses else math.nan
         step = parts.num_steps if pending is None else pending.step
         parts.num_steps += 1
-        parts.journal.sit_out(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=parts.state.schedule.known_rates))
+        rates = parts.state.schedule.known_rates
+        parts.journal.record_skipped_with_others(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=rates))
         self.open()
 
     def put_back(self) -> None:
-        """Buffers as they were before a step that was refused, or another optimizer's in the same round."""
+        """Puts buffers back to what they were before a step that was refused, or another one of the same iteration."""
         self.parts.buffers.undo_()
         self.parts.last_forward.forget()
 
+    def unsound(self) -> tuple[str, ...]:
+        """Names of what is not finite now. Syncs."""
+        self.parts.last_forward.mend_in_any_case_()
+        return self.parts.state.unsound()
+
     def close(self) -> None:
+        """Processes what is under way and ends the run log."""
         self.engine.settle()
         if self.engine.ring is not None:
             self.engine.ring.close()
@@ -309,11 +359,11 @@ class HostedStep:
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
-        pending.last_seen = [(call.args, dict(call.kwargs)) for call in this.calls]
+        pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
-        """Not a bad one whose gradients the program has thrown away itself, and gone on with another batch."""
+        """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
         if len(losses) < 2:
             return losses
@@ -332,8 +382,8 @@ class HostedStep:
         good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
         return torch.where(all_count, values.mean(), good)
 
-    def _follow(self) -> None:
-        """What the program's GradScaler has done to the gradients."""
+    def _follow_scaler(self) -> None:
+        """Takes in what the program's GradScaler has done to the gradients."""
         ours = self.parts.precision.scaler
         if not isinstance(ours, ProgramScaler):
             return
@@ -342,7 +392,7 @@ class HostedStep:
             grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
             scale_(grads, grad_scale.double().reciprocal().float())
             self.optimizer.grad_scale = grad_scale = None  # type: ignore[attr-defined]
-        ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None)
+        ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None or self._are_scaled)
 
     def _was_refused(self) -> bool:
         last = self.parts.journal.last

@@ -1,4 +1,4 @@
-"""What the optimizers of a program train: outermost modules and bare tensors, by the names the program gives them."""
+"""What the optimizers of a program train: outermost modules and bare tensors, with the names the program gives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanguard.step.optimizers import SkippableOptimizers
 
 
 class TrainedModules(nn.Module):
-    """Several modules, and tensors in no module, that are trained together. Never called, and nobody's parent."""
+    """Several modules, and tensors in no module, that are trained together. It is never called, and has no parent."""
 
     def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class TrainedModules(nn.Module):
         self._parameters.update(tensors)  # type: ignore[arg-type]
 
     def take(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
-        """Other tensors in the place of those in no module; new ones for all, in the same order, keep the old names."""
+        """Replaces the tensors that are in no module. If all shapes are the same, in order, the names stay."""
         inside = {id(param) for module in self.children() for param in module.parameters()}
         bare = [tensor for tensor in tensors if id(tensor) not in inside]
         before = [(name, tensor) for name, tensor in self._parameters.items() if tensor is not None]
@@ -36,7 +36,7 @@ class TrainedModules(nn.Module):
 
 
 def names_inside(model: nn.Module) -> dict[int, str]:
-    """By identity, of the parts of a crew."""
+    """Names of the parts of a ``TrainedModules``, by identity."""
     if not isinstance(model, TrainedModules):
         return {}
     parts = [*model.named_children(), *_compat.parameters_of(model).items()]
@@ -60,9 +60,9 @@ def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.M
 
 
 def without_copies(roots: list[nn.Module], used: Container[int]) -> list[nn.Module]:
-    """Leaves out what ``torch.jit`` made of modules that are themselves ``used``, by identity: they share parameters.
+    """Without what ``torch.jit`` made of modules that are themselves ``used`` (by identity): they share parameters.
 
-    Torch keeps a module alive of which it has made a scripted one, so that it is there says nothing.
+    Torch keeps the original of a scripted module alive, so that it exists does not mean that it is used.
     """
     plain = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
     owned = {id(param) for root in plain if id(root) in used for param in root.parameters()}
@@ -71,15 +71,15 @@ def without_copies(roots: list[nn.Module], used: Container[int]) -> list[nn.Modu
 
 
 def has_guard(optimizer: Optimizer) -> bool:
-    """Whether a ``Guard`` of the program's drives it."""
+    """Whether a ``Guard`` that the program has made drives it."""
     if "nanguard.guard" not in sys.modules:
         return False
-    shields = (each for each in gc.get_objects() if type(each) is SkippableOptimizers)
-    return any(each is optimizer for skippable in shields for each in skippable.optimizers)
+    all_skippable = (each for each in gc.get_objects() if type(each) is SkippableOptimizers)
+    return any(each is optimizer for skippable in all_skippable for each in skippable.optimizers)
 
 
 def trained_modules_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:
-    """One module that holds them all: the program's own where there is one alone, as it is called in the program."""
+    """One module that contains them all: the program's own if there is only one."""
     inside = [unwrapped(root) for root in roots]
     known = {id(param) for module in inside for param in module.parameters()}
     bare = [tensor for tensor in tensors if id(tensor) not in known]
@@ -109,7 +109,7 @@ def _both(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 def _distinct(names: Iterable[str], otherwise: str) -> list[str]:
-    """Without dots, which part the names of modules, and without doubles."""
+    """Without dots, which separate the names of modules, and without duplicates."""
     taken: list[str] = []
     for place, name in enumerate(names):
         plain = name.replace(".", "_") or f"{otherwise}[{place}]"

@@ -46,6 +46,8 @@ def tensor_places(
     module: nn.Module, prefix: str, *, buffers_only: bool = False
 ) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     for path, owner in module.named_modules():
-        start = plain_name(f"{prefix}.{path}")
-        for key in (*(() if buffers_only else _compat.parameters_of(owner)), *_compat.buffers_of(owner)):
-            yield f"{start}.{key}", (owner, key)
+        buffers = _compat.buffers_of(owner)
+        keys = (*buffers,) if buffers_only else (*_compat.parameters_of(owner), *buffers)
+        if keys:
+            start = plain_name(f"{prefix}.{path}")
+            yield from ((f"{start}.{key}", (owner, key)) for key in keys)

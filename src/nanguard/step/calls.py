@@ -89,11 +89,24 @@ class CallRecorder:
         self, opens: Callable[[], list[Call] | None], note: Callable[[], RngState | None], device: str
     ) -> None:
         self._opens, self._note, self.device = opens, note, device
+        self._undo: list[Callable[[], Any]] = []
 
     def listen(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True)
-        model.register_forward_hook(_Hook(self.leave))
-        model.__dict__["__prepare_scriptable__"] = _Unhooked(model, model.__dict__.get("__prepare_scriptable__"))
+        before = vars(model).get("__prepare_scriptable__")
+        self._undo = [
+            model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True).remove,
+            model.register_forward_hook(_Hook(self.leave)).remove,
+            lambda: vars(model).pop("__prepare_scriptable__", None),
+        ]
+        if before is not None:
+            self._undo.append(lambda: vars(model).update(__prepare_scriptable__=before))
+        vars(model)["__prepare_scriptable__"] = _Unhooked(model, before)
+
+    def stop(self) -> None:
+        """Takes the hooks off again."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls = self._opens()

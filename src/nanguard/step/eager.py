@@ -48,14 +48,18 @@ class Eager:
         parts.buffers.note_()
         pending.training = [(module, module.training) for module in parts.modules]
 
+    def measure(self, pending: PendingStep) -> None:
+        """Measures before ``finish``, for a host that clips in between. One sync; ``finish`` then makes none."""
+        pending.measured = self._ask(pending, self._parts.gather(pending))
+
     def finish(self, pending: PendingStep) -> None:
         parts = self._parts
         pending.lrs = parts.state.schedule.known_rates
         groups = parts.gather(pending)
-        reply = self._ask(pending, groups)
+        reply = pending.measured or self._ask(pending, groups)
         verdict = parts.judge(parts.read(pending, reply))
         action = Action(response="apply")
-        if parts.drops_gradients and verdict.kind == "nonfinite":
+        if parts.drops_gradients and pending.measured is None and verdict.kind == "nonfinite":
             could = replace(verdict, means=Means(can_drop_gradients=True))
             action = parts.policy.decide(parts.journal.history, could)
         if action.response == "drop_gradients":

@@ -146,6 +146,12 @@ class StepEngine:
     def _note_random_states(self) -> RngState:
         return self.parts.state.rng_reader.now(self.parts.num_steps)
 
+    def measure(self, pending: PendingStep) -> None:
+        """Measures before ``finish``, for a host that clips in between. Only if the host decides before each step."""
+        if not isinstance(self.mode, Eager):
+            raise ProtocolError("a step can be measured before it is finished only with sync='eager'")
+        self.mode.measure(pending)
+
     def finish(self, pending: PendingStep) -> None:
         self.parts.pending = None
         pending.last_batch = self._position

@@ -84,8 +84,12 @@ class Journal:
         if response not in ("back_off", "apply") or (response == "apply" and reading.dropped_microbatches):
             self.remember(outcome)
 
-    def sit_out(self, reading: Reading) -> None:
-        """A step that was left out for the sake of another optimizer's, which says why."""
+    def share_numbers(self, numbers: Iterator[int]) -> None:
+        """Takes the numbers of incidents from here, so that several journals of one run do not use a number twice."""
+        self.numbers, self._next = numbers, None
+
+    def record_skipped_with_others(self, reading: Reading) -> None:
+        """A step that was skipped because another optimizer's was refused. The incident is recorded there."""
         self.counts["skipped"] += 1
         verdict = Verdict(kind="healthy", reading=reading)
         self.observers.on_heard(Outcome(verdict=verdict, action=Action(response="skip"), applied=False))

@@ -15,7 +15,7 @@ from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
-from nanguard.step.measurement import EMPTY_LAYOUT, MeasurementLayout
+from nanguard.step.measurement import EMPTY_LAYOUT, MeasuredValues, MeasurementLayout
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -56,7 +56,7 @@ class PendingStep:
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
     position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
     loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
-    ``live`` is how the step ran, where it was traced.
+    ``live`` is how the step ran, where it was traced. ``measured`` is set if it was measured before it was finished.
     """
 
     step: int
@@ -79,6 +79,7 @@ class PendingStep:
     training: list[tuple[nn.Module, bool]] = field(default_factory=list)
     lrs: tuple[float | None, ...] = ()
     layout: MeasurementLayout = EMPTY_LAYOUT
+    measured: MeasuredValues | None = None
     readback: PendingCopy | None = None
     latches: bool = True
     is_spoiled: bool = False

@@ -1,0 +1,100 @@
+"""Optimizers that step in the same iteration: all of them step, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nanguard import _compat
+from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.hosted.iteration import Iteration
+from nanguard.hosted.optimizers import Step
+from nanguard.hosted.step import HostedStep
+from nanguard.source.frames import calling_line
+
+_FEW = 8
+_MOST_LOSSES = 256
+
+
+class StepCoordinator:
+    """Knows the current iteration, and all hosted steps: ``hosted_steps`` returns those that exist now."""
+
+    def __init__(self, hosted_steps: Callable[[], list[HostedStep]]) -> None:
+        self._hosted_steps = hosted_steps
+        self.iteration = Iteration()
+
+    def begin_iteration(self) -> None:
+        """If an optimizer has stepped, what happens from now on belongs to the next step."""
+        if self.iteration.stepped:
+            together = frozenset(map(id, self.iteration.stepped))
+            for hosted in self.iteration.stepped:
+                hosted.stepped_together = together
+            self.iteration = Iteration()
+
+    def before_forward(self, hosted: HostedStep) -> None:
+        """A module that ``hosted`` trains is about to be called, with gradients on."""
+        self.begin_iteration()
+        is_first = hosted not in self.iteration.noted
+        if is_first:
+            self.iteration.noted.append(hosted)
+        hosted.before_forward(is_first=is_first)
+
+    def after_forward(self, losses: Sequence[Tensor]) -> None:
+        """The host is about to call ``backward()`` on these. Does not sync on a GPU."""
+        seen = self.note_losses(losses)
+        for hosted in self.iteration.noted:
+            hosted.after_forward(seen)
+        self.examine_graph(losses)
+
+    def note_losses(self, losses: Sequence[Tensor]) -> list[Tensor]:
+        """The losses of this iteration, without their graphs. A scaled one is noted as it was before scaling."""
+        self.begin_iteration()
+        seen = [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
+        self.iteration.losses += seen
+        del self.iteration.losses[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
+        return seen
+
+    def examine_graph(self, losses: Sequence[Tensor]) -> None:
+        """Before the graph is freed. On a CPU only: elsewhere looking would mean waiting."""
+        if all(loss.device.type == "cpu" for loss in losses):
+            found = examine_graph(losses, calling_line())
+            self.iteration.graph_finding = found or self.iteration.graph_finding
+
+    def step(self, hosted: HostedStep, call: Step | None) -> Any:
+        """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned."""
+        if hosted in self.iteration.stepped:  # without a backward pass: the program sets gradients itself
+            self.begin_iteration()
+        this = self.iteration
+        is_first = not this.stepped
+        this.stepped.append(hosted)
+        skips_all = this.refused or (is_first and self._is_another_bad(hosted))
+        if call is not None and skips_all and not hosted.has_bad_gradients():  # one with bad gradients is an incident
+            this.refused = True
+            hosted.skip_with_others(this)
+            result = None
+        else:
+            result = hosted.step(call, this)
+        if not hosted.was_applied:
+            this.unapplied.append(hosted)
+        if this.refused:
+            for other in this.noted:
+                if other is not hosted:
+                    other.put_back()
+        return result
+
+    def _is_another_bad(self, hosted: HostedStep) -> bool:
+        """Whether one that steps right after this one will be refused: half an update is worse than none."""
+        others = [each for each in self._hosted_steps() if each is not hosted]
+        if hosted.stepped_together is not None:
+            others = [each for each in others if id(each) in hosted.stepped_together]
+        elif len(others) > _FEW:  # not known yet: those whose modules were called as well
+            others = [each for each in others if each in self.iteration.noted]
+        return any(other.has_bad_gradients() and not other.is_checked_afterwards for other in others)
+
+
+def _alone(loss: Tensor) -> Tensor:
+    """Without its graph, and without the storage that it may be a small part of."""
+    number = loss.detach().reshape(())
+    return number if _compat.storage_size(number) <= number.element_size() else number.clone()

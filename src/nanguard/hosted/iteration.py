@@ -1,0 +1,33 @@
+"""What happened since an optimizer last stepped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nanguard.step.calls import Call
+
+if TYPE_CHECKING:
+    from nanguard.hosted.step import HostedStep
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Optimizers that step without another backward pass in between share one iteration.
+
+    ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
+    them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
+    of scaled gradients. ``live`` is the trace, if there is one; ``graph_finding`` is what the graph of a bad loss shows.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    noted: list[HostedStep] = field(default_factory=list)
+    stepped: list[HostedStep] = field(default_factory=list)
+    unapplied: list[HostedStep] = field(default_factory=list)
+    refused: bool = False
+    live: Any = None
+    graph_finding: Any = None
