@@ -1254,8 +1254,8 @@ def test_what_cannot_be_guarded_is_said(caplog: pytest.LogCaptureFixture) -> Non
     ("options", "message"),
     [
         ({"policy": "default"}, "policy must be a Policy or None, got 'default'"),
-        ({"max_norm": -1.0}, "max_norm must be a number above 0, or None, got -1.0"),
-        ({"max_norm": NAN}, "max_norm must be a number above 0"),
+        ({"max_norm": -1.0}, "max_norm must be a finite number above zero, got -1.0"),
+        ({"max_norm": NAN}, "max_norm must be a finite number above zero"),
         ({"sync": "never"}, "sync must be one of 'auto', 'eager', 'late', got 'never'"),
         ({"diagnose": True}, "diagnose must be one of"),
         ({"capture": "all"}, "capture must be one of"),

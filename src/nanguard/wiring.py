@@ -64,7 +64,7 @@ def make_engine(
     snapshot_dir: Path | None,
 ) -> tuple[StepEngine, Recovery]:
     """The engine of a run, and what answers bad steps in it."""
-    check_choice("diagnose", diagnose, ("auto", "full", "brief", "off"))
+    check_choice("diagnose", diagnose)
     data = Data(parts.state.device, parts.state.rng_reader)
     ring = None
     if snapshots is not None:
@@ -86,7 +86,7 @@ def make_engine(
 
 def _bundles(capture: Any, run_dir: str | Path | RunFolder | None, parts: StepParts) -> Bundles | None:
     """Where bad steps are saved; None if nothing is to be written."""
-    check_choice("capture", capture, ("none", "meta", "batch", "full"))
+    check_choice("capture", capture)
     if run_dir is None or capture == "none":
         return None
     ranks = parts.ranks

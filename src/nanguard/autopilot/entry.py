@@ -1,10 +1,9 @@
-"""``nanguard.install()``: from here on the program is guarded, until ``uninstall()`` or its end."""
+"""``nanguard.install()``: guards the program from here on, until ``uninstall()`` or its end."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import multiprocessing
 import multiprocessing.util
 from collections.abc import Sequence
@@ -16,15 +15,17 @@ from nanguard.autopilot.patches import Patches
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.incidents.bundle import Capture
+from nanguard.numerics.clip import require_max_norm
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incident
 from nanguard.run_folder import RunFolder
+from nanguard.step.assembly import check_choice, choose_policy
 
 log = logging.getLogger("nanguard")
 
 
 class Autopilot:
-    """A program that is guarded from outside. As a context it takes itself back at the end."""
+    """Guards a program without changes to it. As a context manager it uninstalls itself at the end."""
 
     _installed: Autopilot | None = None
 
@@ -35,7 +36,7 @@ class Autopilot:
 
     @property
     def incidents(self) -> Sequence[Incident]:
-        """Every step that had to be answered so far, as far as the host has heard."""
+        """Every bad step so far, as far as the host knows."""
         return self._monitor.registry.incidents
 
     @property
@@ -45,7 +46,7 @@ class Autopilot:
 
     @property
     def has_guard(self) -> bool:
-        """Whether the program has a ``Guard`` of its own, whose optimizers are left to it."""
+        """Whether the program has its own ``Guard``. The optimizers of that one are left alone."""
         return self._monitor.registry.has_guard
 
     @property
@@ -55,17 +56,17 @@ class Autopilot:
 
     @property
     def refused_in_a_row(self) -> int:
-        """How many of the last steps were not let through, of the optimizer that fares worst."""
+        """How many of the last steps in a row were not applied, of the optimizer with the most."""
         return self._monitor.registry.refused_in_a_row
 
     @property
     def num_not_kept(self) -> int:
-        """How many incidents were left out on disk, since enough of their kind, or enough in all, are there."""
+        """How many incidents were not saved to disk, because there are enough of their kind, or enough in all."""
         return self._monitor.registry.num_not_kept
 
     @property
     def num_optimizers(self) -> int:
-        """That have been guarded; a program that updates its tensors itself counts as one."""
+        """How many have been guarded. A program that updates its tensors itself counts as one."""
         return self._monitor.registry.num_optimizers
 
     def unsound(self) -> tuple[str, ...]:
@@ -74,23 +75,23 @@ class Autopilot:
 
     @property
     def num_children(self) -> int:
-        """How many processes the program has started that are not guarded, and may train."""
+        """How many processes that are not guarded, and may train, the program has started."""
         return self._monitor.children.count
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this is a forked process, which its parent's autopilot does not guard."""
+        """Whether this is a forked process, which the autopilot of its parent does not guard."""
         return not self._monitor.children.is_parent
 
     def abandon(self) -> None:
-        """In a forked process, before it gets an autopilot of its own. The run log stays the parent's."""
-        self._monitor.hang_up()
+        """In a forked process, before it gets its own autopilot. The run log still belongs to the parent."""
+        self._monitor.detach()
         self._patches.remove()
         atexit.unregister(self.uninstall)
         Autopilot._installed = None
 
     def uninstall(self) -> None:
-        """Ends the run log and takes everything back; optimizers go on as plain ones."""
+        """Ends the run log and restores everything. Optimizers go on as plain ones."""
         self._monitor.close()
         self._patches.remove()
         atexit.unregister(self.uninstall)
@@ -116,16 +117,16 @@ def install(
 ) -> Autopilot:
     """Guards every optimizer that the program makes from now on, as ``nanguard run`` does.
 
-    Without arguments a healthy run is the same run, bit for bit: same weights, same output. A step with a non-finite
-    loss or gradient is skipped, buffers are put back, and where it came from is logged.
+    Without arguments a healthy run stays the same, bit for bit: same weights, same output. A step with a non-finite
+    loss or gradient is skipped, buffers are put back, and the origin of the NaN or Inf is logged.
 
     If it is called again with the same settings, as in a notebook cell that is run twice, it returns the first one.
     With other settings the first one ends, as by ``uninstall()``, and a new one begins. A forked or spawned process is
     not guarded by what its parent has installed: call ``install()`` in it too.
 
     Args:
-        policy: what to do about trouble; the default skips as long as the run makes progress, and rolls damage
-            back.
+        policy: what to do about bad steps. The default skips them as long as the run makes progress, and rolls
+            damage back.
         max_norm: clip every parameter group to this norm; None leaves clipping to the program.
         run_dir: where to write the run log and bad steps; None writes nothing.
         trace: follow every op from the first step on, to find the first fault at once. Slow.
@@ -133,19 +134,11 @@ def install(
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
     """
-    if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
-    if max_norm is not None and not (isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf):
-        raise ValueError(f"max_norm must be a number above 0, or None, got {max_norm!r}")
-    for name, value, accepted in (
-        ("sync", sync, ("auto", "eager", "late")),
-        ("diagnose", diagnose, ("auto", "full", "brief", "off")),
-        ("capture", capture, ("none", "meta", "batch", "full")),
-    ):
-        if value not in accepted:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+    require_max_norm(max_norm)
+    for name, value in (("sync", sync), ("diagnose", diagnose), ("capture", capture)):
+        check_choice(name, value)
     settings = Settings(
-        policy=policy or patient_policy(),
+        policy=choose_policy(policy, patient_policy),
         max_norm=max_norm,
         run_dir=None if run_dir is None else RunFolder(Path(run_dir).absolute()),  # the program may go elsewhere
         trace=trace,
@@ -172,7 +165,7 @@ def install(
 
 
 def begin(settings: Settings) -> Autopilot:
-    """With settings that have been checked."""
+    """Installs an autopilot with settings that have been checked."""
     autopilot = Autopilot._installed = Autopilot(settings)
     atexit.register(autopilot.uninstall)
     if multiprocessing.parent_process() is not None:  # such processes end without atexit

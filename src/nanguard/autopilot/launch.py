@@ -19,7 +19,7 @@ from nanguard.errors import LaunchError
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-class Program:
+class LaunchedProgram:
     """What is to be run; raises ``LaunchError`` where there is no such thing, before anything has happened."""
 
     def __init__(self, target: str, args: Sequence[str], *, is_module: bool) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanguard.autopilot.launch import Program
+from nanguard.autopilot.launch import LaunchedProgram
 
 _RANK = ("RANK", "LOCAL_RANK")
 
@@ -21,7 +21,7 @@ class Relaunch:
     ``nanguard run``, when such a process is started.
     """
 
-    def __init__(self, program: Program, options: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, program: LaunchedProgram, options: Callable[[], Sequence[str]]) -> None:
         self._program, self._options = program, options
         self._original: Any = subprocess.Popen.__init__
         subprocess.Popen.__init__ = functools.wraps(self._original)(self._starting())  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from nanguard.cli.speech import fail, logging_to, stderr_console
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
-    from nanguard.autopilot.launch import Program
+    from nanguard.autopilot.launch import LaunchedProgram
     from nanguard.hosted.settings import Settings
     from nanguard.run_folder import RunFolder
 
@@ -77,9 +77,9 @@ def run(
     if max_norm is not None and not 0 < max_norm < float("inf"):
         raise typer.BadParameter(f"--max-norm must be a number above 0, got {max_norm}")
     try:
-        from nanguard.autopilot.launch import Program
+        from nanguard.autopilot.launch import LaunchedProgram
 
-        program = Program(script, args or (), is_module=is_module)
+        program = LaunchedProgram(script, args or (), is_module=is_module)
         settings = _settings(program, policy, halt_on_first, max_norm, trace)
         settings = dataclasses.replace(settings, run_dir=_place(run_dir, program.name))
     except LaunchError as error:
@@ -92,7 +92,9 @@ def run(
         fly()
 
 
-def _settings(program: Program, policy: str | None, halts: bool, max_norm: float | None, trace: bool) -> Settings:
+def _settings(
+    program: LaunchedProgram, policy: str | None, halts: bool, max_norm: float | None, trace: bool
+) -> Settings:
     from nanguard.hosted.settings import Settings, patient_policy
     from nanguard.policy.policy import Policy
     from nanguard.policy.rungs import Halt
@@ -134,7 +136,7 @@ def _place(asked: Path | None, name: str) -> RunFolder | None:
     return None
 
 
-def _fly(program: Program, settings: Settings, options: Callable[[], Sequence[str]], quiet: bool) -> None:
+def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Sequence[str]], quiet: bool) -> None:
     from nanguard.autopilot.launch import WhenImported, is_first_rank
     from nanguard.autopilot.relaunch import Relaunch
 

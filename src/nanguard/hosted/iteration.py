@@ -19,7 +19,7 @@ class Iteration:
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
-    of scaled gradients. ``live`` is the trace, if there is one; ``graph_finding`` is what the graph of a bad loss shows.
+    of scaled gradients. ``live`` is the trace, if there is one; ``graph_finding`` what the graph of a bad loss shows.
     """
 
     losses: list[Tensor] = field(default_factory=list)

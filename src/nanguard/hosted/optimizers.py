@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nanguard.state.optimizer_traits import traits_of
 from nanguard.step.optimizers import SkippableOptimizers
 
 Step = Callable[[], Any]
+
+_LARGEST_COPY = 256 << 20
+"""In bytes."""
 
 
 class ProgramOptimizers(SkippableOptimizers):
@@ -61,3 +66,21 @@ class Once:
             self.has_raised = True
             raise
         return self.result
+
+
+def makes_finite_updates(optimizer: Optimizer) -> bool:
+    """Whether finite gradients make a finite update. They do in torch's own optimizers, unless these divide by zero.
+
+    Each update of all others is checked, which takes a copy of what they train. Not for models above a moderate size.
+    """
+    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    traits = traits_of(optimizer)
+    divides_by_zero = any(_is_zero(group.get(traits.eps or "")) for group in optimizer.param_groups)
+    return size > _LARGEST_COPY or (traits.update_is_finite and not divides_by_zero)
+
+
+def _is_zero(eps: Any) -> bool:
+    """A number, or a tensor with one number. Optimizers of the program may keep anything else under this name."""
+    if isinstance(eps, Tensor):
+        return eps.numel() == 1 and float(eps) == 0.0
+    return isinstance(eps, Real) and eps == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from nanguard.diagnosis.search import Search
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_in_sight
-from nanguard.hosted.optimizers import ProgramOptimizers, Step
+from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates
 from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.trained_modules import TrainedModules
@@ -40,28 +39,7 @@ from nanguard.wiring import make_engine, make_journal
 
 log = logging.getLogger("nanguard")
 
-_LARGEST_COPY = 256 << 20
-"""In bytes."""
-
 _ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
-
-
-def _is_trusted(optimizer: Optimizer) -> bool:
-    """Whether finite gradients make a finite update. They do in torch's own optimizers, unless these divide by zero.
-
-    Each update of all others is checked, which takes a copy of what they train. Not for models above a moderate size.
-    """
-    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
-    traits = traits_of(optimizer)
-    divides_by_zero = any(_is_zero(group.get(traits.eps or "")) for group in optimizer.param_groups)
-    return size > _LARGEST_COPY or (traits.update_is_finite and not divides_by_zero)
-
-
-def _is_zero(eps: Any) -> bool:
-    """A number, or a tensor with one number. Optimizers of the program may keep anything else under this name."""
-    if isinstance(eps, Tensor):
-        return eps.numel() == 1 and float(eps) == 0.0
-    return isinstance(eps, Real) and eps == 0
 
 
 class _SharedBuffers(Undo):
@@ -148,7 +126,7 @@ class HostedStep:
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
         is_allowed = can_trace and (settings.trace or goes_on)
         self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
-        if not _is_trusted(optimizer):
+        if not makes_finite_updates(optimizer):
             self.parts.careful_until = FOREVER
         self.num_calls = 0
         self.was_applied = True
@@ -280,8 +258,8 @@ class HostedStep:
         if not self.is_checked_afterwards:
             self.is_checked_afterwards = True
             log.warning(
-                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is checked "
-                "afterwards, and taken back if it made something non-finite",
+                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is "
+                "checked afterwards, and taken back if it made something non-finite",
                 type(self.optimizer).__name__,
             )
         self.num_calls += 1

@@ -6,7 +6,7 @@ Each error names the value and what is accepted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ from nanguard.step.precision import LossScale, MixedPrecision, Precision, Scaler
 from nanguard.step.ranks import Ranks
 
 log = logging.getLogger("nanguard")
+
+_CHOICES = {
+    "schedule_per": ("step", "epoch"),
+    "sync": ("auto", "eager", "late"),
+    "diagnose": ("auto", "full", "brief", "off"),
+    "capture": ("none", "meta", "batch", "full"),
+}
 
 
 def assemble(
@@ -68,7 +75,7 @@ def assemble(
     if skippable is None:
         check_optimizers(optimizers, model)
     check_schedulers(schedulers, optimizers)
-    check_choice("schedule_per", schedule_per, ("step", "epoch"))
+    check_choice("schedule_per", schedule_per)
     _check_accumulation(model, accumulate, drop_bad_microbatches)
     _check_ema(ema)
     if loss_scale == "auto":
@@ -121,7 +128,7 @@ def assemble(
 
 def choose_sync(sync: str, parts: StepParts) -> str:
     """``"late"`` or ``"eager"``; ``"late"`` only if the device can skip steps itself."""
-    check_choice("sync", sync, ("auto", "eager", "late"))
+    check_choice("sync", sync)
     late_is_possible = parts.skippable.skips_on_device and not parts.drops_gradients
     if sync == "auto":
         return "late" if late_is_possible and parts.state.device.type == "cuda" else "eager"
@@ -135,11 +142,11 @@ def choose_sync(sync: str, parts: StepParts) -> str:
     return sync
 
 
-def choose_policy(policy: Any) -> Policy:
-    """What the user chose; our own ladder if that is None."""
+def choose_policy(policy: Any, default: Callable[[], Policy] = Policy) -> Policy:
+    """What the user chose; ``default()`` if that is None."""
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy must be a Policy or None, got {policy!r}: Policy.recipe(name) makes one by its name")
-    return policy or Policy()
+    return policy or default()
 
 
 def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Snapshots | None:
@@ -190,7 +197,9 @@ def _check_scaling(model: nn.Module) -> None:
         )
 
 
-def check_choice(name: str, value: Any, accepted: Iterable[str]) -> None:
+def check_choice(name: str, value: Any) -> None:
+    """Raises ``ValueError`` if the option ``name`` does not accept ``value``."""
+    accepted = _CHOICES[name]
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
 
