@@ -77,6 +77,12 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     return bool(everywhere) or bool(getattr(optimizer, "_optimizer_step_pre_hooks", {}))
 
 
+def is_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether a GradScaler has divided the gradients of this optimizer by the scale, since its last ``update()``."""
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return state is not None and state["stage"].name != "READY"
+
+
 def scale_of(scaler: Any) -> Tensor | None:
     """The scale of a GradScaler, on its device; None before its first use. ``get_scale()`` would sync."""
     scale: Tensor | None = getattr(scaler, "_scale", None)

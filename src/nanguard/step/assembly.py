@@ -69,8 +69,8 @@ def assemble(
     A host that drives optimizers in another way than ``Guard`` brings its own ``skippable`` and ``ranks``.
     ``make_journal`` is told whether this rank is the first, which alone writes and logs.
     """
-    optimizers: tuple[Optimizer, ...] = _several(optimizer)
-    schedulers: tuple[LRScheduler, ...] = _several(scheduler)
+    optimizers: tuple[Optimizer, ...] = as_tuple(optimizer)
+    schedulers: tuple[LRScheduler, ...] = as_tuple(scheduler)
     _check_model(model)
     if skippable is None:
         check_optimizers(optimizers, model)
@@ -163,7 +163,7 @@ def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Sn
     return snapshots
 
 
-def _several(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     """One, several or none, as a tuple."""
     if value is None:
         return ()

@@ -1,0 +1,271 @@
+"""Guards a training loop that we do not own: a trainer class, a framework, an integration. Nothing is patched."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nanguard import _compat
+from nanguard.diagnosis.scheduler import How
+from nanguard.diagnosis.search import Search
+from nanguard.errors import ProtocolError
+from nanguard.hosted.coordinator import StepCoordinator
+from nanguard.hosted.settings import Settings, patient_policy
+from nanguard.hosted.step import HostedStep
+from nanguard.incidents.bundle import Capture
+from nanguard.policy.policy import Policy
+from nanguard.records.steps import Incident
+from nanguard.records.summary import closing_line
+from nanguard.run_folder import RunFolder
+from nanguard.state.names import unwrapped
+from nanguard.state.rng import RngState
+from nanguard.state.schedule import check_schedulers
+from nanguard.step.assembly import as_tuple, choose_policy
+from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.observers import Observer
+from nanguard.step.optimizers import check_optimizers
+from nanguard.step.parts import check_loss
+from nanguard.wiring import introduce
+
+log = logging.getLogger("nanguard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostedResult:
+    """``applied``: whether the step had an effect. ``result``: what the call returned, None if it was not applied."""
+
+    applied: bool
+    result: Any = None
+
+
+class HostedLoop:
+    """The host calls these methods from its own loop, in this order, for each optimizer step::
+
+        loop.before_forward(batch)          # once for each micro-batch
+        loss = ...
+        loop.after_forward(loss)            # the loss that backward() is called on, before any scaling
+        loss.backward()
+        loop.measure(optimizer)             # only if the host clips or changes gradients before the step
+        done = loop.step(optimizer, optimizer.step)
+        if loop.should_advance_schedule:
+            scheduler.step()
+
+    The host clears gradients, clips, scales the loss and advances schedulers. If the loss, a gradient or a buffer is
+    non-finite, the step is skipped: ``call`` is not called, and buffers are put back. Each step costs one sync, since
+    the host has to know whether it was applied.
+
+    Args:
+        model: the module that trains; DDP and ``torch.compile`` wrappers are fine.
+        optimizers: one optimizer or several. Those that step in the same iteration all step, or none does.
+        schedulers: those that the host advances. A rollback puts them back too.
+        policy: what to do about bad steps; None skips them as long as the run makes progress, and rolls damage back.
+        run_dir: where to write the run log and bad steps; None writes nothing.
+        observers: objects that are told what happens; with several optimizers, about the steps of each.
+        diagnose: as for ``Guard``.
+        capture: as for ``Guard``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        schedulers: LRScheduler | Sequence[LRScheduler] | None = None,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        observers: Sequence[Observer] = (),
+        diagnose: How = "auto",
+        capture: Capture = "batch",
+    ) -> None:
+        several: tuple[Optimizer, ...] = as_tuple(optimizers)
+        to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)
+        settings = Settings(
+            policy=choose_policy(policy, patient_policy),
+            run_dir=None if run_dir is None else RunFolder(Path(run_dir).absolute()),
+            sync="eager",
+            diagnose=diagnose,
+            capture=capture,
+            observers=tuple(observers),
+        )
+        check_optimizers(several, model)
+        check_schedulers(to_hold, several)
+        search, numbers = Search(), itertools.count(1)
+        self._steps: list[HostedStep] = []
+        for place, optimizer in enumerate(several):
+            hosted = HostedStep(
+                optimizer,
+                unwrapped(model),
+                [model],
+                settings,
+                name="" if len(several) == 1 else f"{type(optimizer).__name__} {place}",
+                shares=len(several) > 1,
+                search=search,
+                numbers=numbers,
+                schedulers=[each for each in to_hold if each.optimizer is optimizer],
+                can_trace=False,
+            )
+            if self._steps:
+                hosted.share_buffers_of(self._steps[0])
+            self._steps.append(hosted)
+        for place, hosted in enumerate(self._steps):
+            introduce(hosted.parts, asked_precision="the host's own", sync=hosted.sync, joins=place > 0)
+            hosted.open()
+        self._coordinator = StepCoordinator(lambda: self._steps)
+        self._recorder = CallRecorder(self._open_calls, self._random_states, self._steps[0].parts.state.device.type)
+        if diagnose != "off":
+            self._recorder.listen(model)
+        self._is_closed = False
+
+    # ---- what the host says --------------------------------------------------------------------------------------
+
+    def before_forward(self, batch: Any = None) -> None:
+        """A forward pass begins. Call it for each micro-batch; ``batch`` is saved if the step turns out to be bad.
+
+        With gradients off (evaluation) it only puts back what a discarded forward pass has left in buffers.
+        """
+        self._check_open("before_forward")
+        is_training = torch.is_grad_enabled()
+        for hosted in self._steps:
+            if is_training:
+                self._coordinator.before_forward(hosted)
+            else:
+                hosted.before_evaluation()
+        if is_training and batch is not None:
+            self._coordinator.iteration.batches.append(batch)
+
+    def after_forward(self, loss: Tensor) -> None:
+        """The host is about to call ``backward()`` on this loss, or on the loss multiplied by a scale or a share.
+
+        Does not sync on a GPU.
+        """
+        self._check_open("after_forward")
+        check_loss(loss)
+        self._coordinator.after_forward([loss])
+
+    def measure(self, optimizer: Optimizer, *, grad_scaler: Any = None) -> None:
+        """Measures the gradients now. Call it before the host clips or changes them, and after ``unscale_``.
+
+        ``step`` then decides by these values, and their norms are logged. Without this call ``step`` measures. Moves
+        the sync of the step to here.
+        """
+        hosted = self._hosted(optimizer, "measure")
+        if self._use_scaler(hosted, grad_scaler):
+            raise ProtocolError(
+                "loop.measure() was called before grad_scaler.unscale_(optimizer): gradients have to be in their true "
+                "size when they are measured for clipping; call unscale_ first"
+            )
+        hosted.measure(self._coordinator.iteration)
+
+    def step(
+        self, optimizer: Optimizer, call: Callable[[], Any] | None = None, *, grad_scaler: Any = None
+    ) -> HostedResult:
+        """Calls ``call`` (by default ``optimizer.step``) if the step is good. One sync, or none after ``measure``.
+
+        With a GradScaler, ``call`` is ``lambda: grad_scaler.step(optimizer)``, and the host calls
+        ``grad_scaler.update()`` afterwards, as usual: it lowers the scale if there was an overflow.
+
+        Raises ``NonFiniteError`` if the policy halts the run. Gradients of a skipped step are the host's to clear.
+        """
+        hosted = self._hosted(optimizer, "step")
+        is_scaled = self._use_scaler(hosted, grad_scaler)
+        result = self._coordinator.step(hosted, optimizer.step if call is None else call)
+        if is_scaled and not _compat.is_unscaled(grad_scaler, optimizer):
+            grad_scaler.unscale_(optimizer)  # update() needs what it finds
+        return HostedResult(applied=hosted.was_applied, result=result if hosted.was_applied else None)
+
+    @property
+    def should_advance_schedule(self) -> bool:
+        """Whether the last step, of all optimizers that took part in it, was applied: advance schedulers only then."""
+        iteration = self._coordinator.iteration
+        return bool(iteration.stepped) and not iteration.unapplied
+
+    def close(self) -> None:
+        """Processes what is under way, ends the run log, and removes everything from the model."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._recorder.stop()
+        for hosted in self._steps:
+            hosted.close()
+        if self.incidents:
+            log.warning("end of the run: %s", self.summary())
+
+    def __enter__(self) -> HostedLoop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every bad step so far, of all optimizers, in order."""
+        found = [incident for hosted in self._steps for incident in hosted.parts.journal.incidents]
+        return tuple(sorted(found, key=lambda incident: incident.number))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many steps were applied, skipped, backed off, and so on, of all optimizers."""
+        total: Counter[str] = Counter()
+        for hosted in self._steps:
+            total.update(hosted.parts.journal.counts)
+        return dict(total)
+
+    def unsound(self) -> tuple[str, ...]:
+        """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
+        return tuple(dict.fromkeys(name for hosted in self._steps for name in hosted.unsound()))
+
+    def summary(self) -> str:
+        """The run in one line, for the end of it. Syncs."""
+        journals = [hosted.parts.journal for hosted in self._steps]
+        return closing_line(
+            Counter(self.counts),
+            self.incidents,
+            unsound=self.unsound(),
+            refused_in_a_row=max(journal.refused_in_a_row for journal in journals),
+            num_not_kept=sum(journal.num_not_kept for journal in journals),
+        )
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _hosted(self, optimizer: Optimizer, method: str) -> HostedStep:
+        self._check_open(method)
+        for hosted in self._steps:
+            if hosted.optimizer is optimizer:
+                return hosted
+        raise ValueError(f"loop.{method}() got a {type(optimizer).__name__} that was not given to HostedLoop")
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise ProtocolError(f"loop.{method}() was called after loop.close(): make a new HostedLoop")
+
+    def _use_scaler(self, hosted: HostedStep, scaler: Any) -> bool:
+        """Whether the gradients are still multiplied by the scale of this GradScaler."""
+        if scaler is None or not scaler.is_enabled():
+            return False
+        is_scaled = not _compat.is_unscaled(scaler, hosted.optimizer)
+        hosted.use_scaler(scaler, are_scaled=is_scaled)
+        return is_scaled
+
+    def _open_calls(self) -> list[Call] | None:
+        if self._is_closed or not torch.is_grad_enabled():
+            return None
+        self._coordinator.begin_iteration()
+        return self._coordinator.iteration.calls
+
+    def _random_states(self) -> RngState:
+        return self._steps[0].random_states()
