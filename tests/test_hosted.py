@@ -282,6 +282,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert differences(plain(steps).state(), run.state()) == []
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_an_overflow_that_the_scaler_finds_is_routine() -> None:
     runs = [Trainer(guarded=is_guarded, scales=True) for is_guarded in (False, True)]
     for run in runs:

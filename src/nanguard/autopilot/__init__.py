@@ -1,1 +1,1 @@
-"""Guards a program that nobody changed: ``nanguard run script.py``, and ``nanguard.install()``."""
+"""Guards a program without changes to it: ``nanguard run script.py``, and ``nanguard.install()``."""

@@ -1,7 +1,7 @@
-"""Processes that the program starts. They are not guarded, and the closing line has to say so.
+"""Processes that the program starts. They are not guarded, which the closing line mentions.
 
-A forked process can tell whether it computes gradients: a byte of memory is shared with it. Of a spawned one nothing is
-known, so it counts, unless it is a worker of a DataLoader or a server of ``multiprocessing``.
+A forked process reports whether it computes gradients, through a shared byte of memory. Nothing is known about a
+spawned one, so it counts, unless it is a worker of a DataLoader or a server of ``multiprocessing``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRAINS, _GUARDED = 1, 2
 
 
 class Children:
-    """Of this process; ``count`` is for the end. ``when_forked`` is called in forked processes, as they begin."""
+    """The child processes of this process. ``when_forked`` is called in forked processes when they begin."""
 
     def __init__(self, when_forked: Callable[[], None]) -> None:
         self._pid = os.getpid()
@@ -35,7 +35,7 @@ class Children:
 
     @property
     def count(self) -> int:
-        """How many were started, and may have trained without a guard."""
+        """How many were started that may have trained without a guard."""
         return self.num_spawned + self._states[: self._num_forked].count(_TRAINS)
 
     def may_train(self, process: multiprocessing.process.BaseProcess) -> bool:
@@ -70,7 +70,7 @@ def _is_helper(process: multiprocessing.process.BaseProcess) -> bool:
 
 
 def _watch_forks(children: Children, when_forked: Callable[[], None]) -> None:
-    """Python never forgets such functions, so they must not keep anything alive."""
+    """Python never removes such functions, so they must not keep anything alive."""
     ref, method = weakref.ref(children), weakref.WeakMethod(when_forked)
 
     def before() -> None:

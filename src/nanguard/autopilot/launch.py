@@ -20,7 +20,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class LaunchedProgram:
-    """What is to be run; raises ``LaunchError`` where there is no such thing, before anything has happened."""
+    """The program to run. Raises ``LaunchError`` if it does not exist, before anything has happened."""
 
     def __init__(self, target: str, args: Sequence[str], *, is_module: bool) -> None:
         self.args = tuple(args)
@@ -42,14 +42,14 @@ class LaunchedProgram:
         self.name = target.rpartition(".")[2] if is_module else Path(target).stem
 
     def run(self) -> None:
-        """Whatever the program raises is raised, ``SystemExit`` too; its traceback begins with the program."""
+        """Raises whatever the program raises, ``SystemExit`` too. The traceback begins with the program."""
         main = ModuleType("__main__")
         vars(main).update(self._facts, __builtins__=builtins)
         sys.modules["__main__"] = main
-        sys.excepthook = sys.__excepthook__  # that of our command line is not the program's
+        sys.excepthook = sys.__excepthook__  # not that of our command line
         sys.argv = [self._argv0, *self.args]
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0:1] = [self._path0]  # in the place of the folder that our own command is in
+            sys.path[0:1] = [self._path0]  # instead of the folder of our own command
         try:
             exec(self._compiled(), vars(main))
         except SystemExit:
@@ -62,11 +62,11 @@ class LaunchedProgram:
     def _compiled(self) -> CodeType:
         if isinstance(self._code, CodeType):
             return self._code
-        return compile(self._code, self.path, "exec", dont_inherit=True)  # our __future__ is not the program's
+        return compile(self._code, self.path, "exec", dont_inherit=True)  # without our own __future__ imports
 
 
 def _after_ours(trace: TracebackType) -> TracebackType | None:
-    """Where the program begins."""
+    """The part of the traceback that begins with the program."""
     rest: TracebackType | None = trace
     while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
         rest = rest.tb_next
@@ -76,7 +76,7 @@ def _after_ours(trace: TracebackType) -> TracebackType | None:
 def _beginning_with(inside: TracebackType | None, ours: BaseException, hook: Hook) -> Hook:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is ours:
-            error.__traceback__ = trace = inside  # Python's own hook goes by the first
+            error.__traceback__ = trace = inside  # Python's own hook reads the first
         hook(kind, error, trace)
 
     return show
@@ -126,9 +126,9 @@ def _main_facts(file: str, spec: Any, loader: Any) -> dict[str, Any]:
 
 
 class WhenImported(MetaPathFinder):
-    """Calls a function when a module has been imported for the first time, by whomever; at once where it is there.
+    """Calls a function once a module has been imported; at once if it has been imported already.
 
-    What a program does before it imports torch, set environment variables, say, has its effect on torch as ever.
+    What a program does before it imports torch, such as setting environment variables, has its usual effect on torch.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class WhenImported(MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # the loader's own again
+                del loader.exec_module  # the method of the loader's class again
                 execute(module)
                 self._then()
 

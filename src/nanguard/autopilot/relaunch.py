@@ -1,4 +1,4 @@
-"""Other ranks that a program starts by running itself again, as Lightning does, are guarded too."""
+"""Guards the other ranks of a program that starts them by running itself again, as Lightning does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RANK = ("RANK", "LOCAL_RANK")
 
 
 class Relaunch:
-    """While in place, a new process that is the same program with another rank becomes ``nanguard run`` of it.
+    """While installed, starts a new process that is the same program with another rank under ``nanguard run``.
 
-    Nothing else is touched: any other command, interpreter or script is started as it is. ``options`` gives those of
-    ``nanguard run``, when such a process is started.
+    Any other command, interpreter or script is started as it is. ``options`` returns the options for ``nanguard run``
+    when such a process is started.
     """
 
     def __init__(self, program: LaunchedProgram, options: Callable[[], Sequence[str]]) -> None:
@@ -43,7 +43,7 @@ class Relaunch:
         return start
 
     def _guarded(self, command: Any, env: Mapping[str, str] | None, cwd: Any) -> Any:
-        """The command to run; as it is, unless it is this program with another rank."""
+        """The command to run: unchanged, unless it is this program with another rank."""
         if not isinstance(command, (list, tuple)) or not all(isinstance(part, str) for part in command):
             return command
         if env is None or all(env.get(name) == os.environ.get(name) for name in _RANK):

@@ -1,4 +1,4 @@
-"""What became of a program, in a sentence."""
+"""The result of a guarded program in one sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanguard.records.summary import closing_line
 
 
 def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
-    """For the last line of ``nanguard run``; ``unsound`` are names of what was not finite at the end."""
+    """For the last line of ``nanguard run``. ``unsound`` are the names of what was not finite at the end."""
     if not autopilot.num_optimizers and autopilot.unguarded:
         return f"NOT GUARDED: {', '.join(dict.fromkeys(autopilot.unguarded))} could not be"
     if not autopilot.num_optimizers:

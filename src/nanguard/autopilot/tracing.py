@@ -24,26 +24,26 @@ class Tracer:
     """One trace at a time.
 
     An evaluation between two steps is not traced at all: while gradients are off the trace is suspended, unless the
-    step has begun (``in_step``): what is computed without them then (targets, say) belongs to it. Those who ask for a
-    trace of everything get it. In a backward pass (``is_nested``) a trace can neither begin nor end.
+    step has begun (``in_step``): what is computed without gradients then (targets, for example) belongs to it. With
+    ``trace=True`` everything is traced. In a backward pass (``is_nested``) a trace can neither begin nor end.
     """
 
     def __init__(self, *, in_step: Callable[[], bool], is_nested: Callable[[], bool]) -> None:
         self._in_step, self._is_nested = in_step, is_nested
         self.live: Live | None = None
-        """That of the pilot whose step is traced."""
+        """That of the hosted step that is traced; None if no step is."""
         self._active: contextlib.ExitStack | None = None
-        self._switches: Switches | None = None
+        self._switches: GradSwitches | None = None
 
     def start(self, hosted_steps: Sequence[HostedStep]) -> None:
-        """Not inside a dispatch mode of the program's, which will be left before ours is."""
+        """Not inside a dispatch mode of the program, which will be left before ours is."""
         if self.live is not None or self._is_nested() or _compat.has_dispatch_mode():
             return
         self.live = next((hosted.examinations.live for hosted in hosted_steps if hosted.examinations.live.is_on), None)
         if self.live is None:
             return
         if not self.live.is_always:
-            self._switches = Switches(self)
+            self._switches = GradSwitches(self)
         self._set(self._is_wanted())
 
     def stop(self) -> None:
@@ -73,9 +73,9 @@ class Tracer:
         return self._active is not None
 
     def switched(self, was_active: bool) -> None:
-        """Gradients were switched on or off; ``was_active`` says how it was where a block that ends now was entered.
+        """Gradients were switched on or off. ``was_active``: a block ends now, and tracing was on when it was entered.
 
-        Inside a function of autograd's, which switches them off itself, only that says that it goes on.
+        Inside a function of autograd, which switches gradients off itself, only this says that tracing goes on.
         """
         if self.live is not None and not self._is_nested():
             self._set(was_active or self._is_wanted())
@@ -96,8 +96,8 @@ def _tracing(live: Live) -> Iterator[None]:
         yield
 
 
-class Switches:
-    """Hears when this thread switches gradients on or off, from when it is made until ``remove``."""
+class GradSwitches:
+    """Tells the tracer when this thread switches gradients on or off, from when it is made until ``remove``."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -111,7 +111,7 @@ class Switches:
             setattr(owner, name, ours)
 
     def remove(self) -> None:
-        """What the program has put in the place of ours since stays there."""
+        """Restores the methods, except those that the program has replaced since."""
         for owner, name, original, ours in self._replaced:
             if vars(owner)[name] is ours:
                 setattr(owner, name, original)

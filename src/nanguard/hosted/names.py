@@ -1,6 +1,6 @@
 """What the program calls its modules, tensors and optimizers.
 
-The variables of running functions are never looked at: before Python 3.13, reading ``frame.f_locals`` writes to the
+The variables of running functions are never read: before Python 3.13, reading ``frame.f_locals`` writes to the
 very dict that ``locals()`` gave to the program, and keeps alive what the program has deleted. Names come from the
 globals of the program's modules, from attributes of the objects in them, and from the source of the line that makes the
 optimizer, as in ``SGD([*encoder.parameters(), scale])``. Source is read, not run, so a name is taken only if the number

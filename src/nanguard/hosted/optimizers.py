@@ -19,7 +19,7 @@ _LARGEST_COPY = 256 << 20
 
 
 class ProgramOptimizers(SkippableOptimizers):
-    """For one call of ``step()`` at a time. The program clears its gradients itself, and may look at them before."""
+    """For one call of ``step()`` at a time. The program clears its gradients itself."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([optimizer])
