@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import nanguard
 from nanguard.cli import app
 from nanguard.demo import gpt, show, text, training
-from nanguard.demo.text import Data
+from nanguard.demo.text import TextData
 
 STEPS = 300
 """Enough for the plain loop to die with every seed that is tried here."""
@@ -31,7 +31,7 @@ def compare(run_dir: Path, *, seed: int = 0, steps: int = SLICE) -> show.Compari
     return show.compare(seed=seed, steps=steps, run_dir=run_dir, err=Console(stderr=True, quiet=True))
 
 
-def data_of(seed: int, steps: int) -> Data:
+def data_of(seed: int, steps: int) -> TextData:
     return text.prepare(steps, torch.Generator().manual_seed(seed))
 
 
@@ -182,7 +182,7 @@ def test_a_known_panel_is_shown_in_one_line_and_others_in_full(
 ) -> None:
     empty = text.as_batch(["alice was", ""])
     good = text.as_batch(["alice was", "beginning"])
-    data = Data(epochs=((good, empty, good, empty, good),), held_out=good)
+    data = TextData(epochs=((good, empty, good, empty, good),), held_out=good)
     monkeypatch.setattr(text, "prepare", lambda steps, generator: data)
     err = Console(stderr=True, width=100, highlight=False)
     show.compare(seed=0, steps=5, run_dir=tmp_path, err=err)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nanguard.checkup import machine
-from nanguard.checkup.record import Checkup, Fact, Finding
+from nanguard.checkup.record import Checkup, CheckupFinding, Fact
 from nanguard.checkup.rules import RULES, examine
 from nanguard.checkup.script import Script
 from nanguard.cli import app
@@ -550,7 +550,7 @@ PIECES = [
 ]
 
 
-def found(program: str) -> list[Finding]:
+def found(program: str) -> list[CheckupFinding]:
     return examine(Script("train.py", (HEAD + textwrap.dedent(program)).encode()))
 
 
@@ -637,7 +637,7 @@ def test_what_is_no_python_is_said(source: bytes, why: str) -> None:
         Script("t.py", source)
 
 
-def looked_at(source: bytes) -> list[Finding] | str:
+def looked_at(source: bytes) -> list[CheckupFinding] | str:
     """What is found, or the beginning of the message that says why nothing is."""
     try:
         return examine(Script("t.py", source))
@@ -657,7 +657,7 @@ def test_deep_nesting_is_looked_at_or_refused(source: str) -> None:
 @given(st.one_of(st.binary(max_size=200), st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join)))
 def test_any_bytes_are_looked_at_or_refused(source: bytes) -> None:
     told = looked_at(source)
-    assert told == "t.py" or all(isinstance(finding, Finding) and finding.place for finding in told)
+    assert told == "t.py" or all(isinstance(finding, CheckupFinding) and finding.place for finding in told)
 
 
 def test_a_program_is_never_run(tmp_path: Path) -> None:
@@ -670,7 +670,7 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-def rules_of(findings: list[Finding]) -> set[str]:
+def rules_of(findings: list[CheckupFinding]) -> set[str]:
     return {finding.rule for finding in findings}
 
 
@@ -775,6 +775,6 @@ def test_what_cannot_be_read_ends_with_status_2(flags: list[str], tmp_path: Path
 
 
 def test_the_status_is_that_of_the_findings() -> None:
-    finding = Finding(rule="r", severity="advice", what="w", why="y", change="c")
+    finding = CheckupFinding(rule="r", severity="advice", what="w", why="y", change="c")
     assert Checkup(facts=(Fact(name="n", value="v"),), findings=()).status == 0
     assert Checkup(facts=(), findings=(finding,)).status == 1

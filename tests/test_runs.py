@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import nanguard
 from helpers import build, loss_fn, make_batches, poisoned
 from nanguard.errors import NanguardError, RunLogError
-from nanguard.runlog.reader import Run, Tape, read_run
+from nanguard.records.run import Run
+from nanguard.runlog.reader import Tape, read_run
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 

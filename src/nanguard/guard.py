@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard.diagnosis.scheduler import How
 from nanguard.errors import ProtocolError
-from nanguard.incidents.bundle import Capture
+from nanguard.incidents.bundle import CaptureLevel
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Rollback
 from nanguard.records.steps import Incident, Outcome
@@ -86,7 +86,7 @@ class Guard:
         loss_scale: LossScale | Literal["auto"] | None = "auto",
         sync: Literal["auto", "eager", "late"] = "auto",
         diagnose: How = "auto",
-        capture: Capture = "batch",
+        capture: CaptureLevel = "batch",
         run_dir: str | Path | None = None,
         observers: Sequence[Observer] = (),
         process_group: dist.ProcessGroup | None = None,

@@ -14,7 +14,7 @@ from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.patches import Patches
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.settings import Settings, patient_policy
-from nanguard.incidents.bundle import Capture
+from nanguard.incidents.bundle import CaptureLevel
 from nanguard.numerics.clip import require_max_norm
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incident
@@ -113,7 +113,7 @@ def install(
     trace: bool = False,
     sync: Literal["auto", "eager", "late"] = "auto",
     diagnose: How = "auto",
-    capture: Capture = "batch",
+    capture: CaptureLevel = "batch",
 ) -> Autopilot:
     """Guards every optimizer that the program makes from now on, as ``nanguard run`` does.
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from nanguard.checkpoint.distributed import is_inside, metadata_files, open_distributed
 from nanguard.checkpoint.findings import CheckReport, FileReport, NumberReport, TensorReport
-from nanguard.checkpoint.source import Entry, Source, Unreadable
+from nanguard.checkpoint.source import Entry, OpenedFile, Unreadable
 from nanguard.checkpoint.torchfile import PICKLE, ZIP, open_torch
 from nanguard.checkpoint.values import count, local, num_values, skip_reason
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Told a file's path, how many of its values are done, and how many there are."""
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".safetensors"}
@@ -31,7 +31,9 @@ _NO_WEIGHTS = ("training_args.bin", "rng_state*.pth", "random_states_*")
 _INCIDENT, _KEPT = "incident.json", "tensors.safetensors"
 
 
-def check(path: str | os.PathLike[str], *, allow: Iterable[str] = (), progress: Progress | None = None) -> CheckReport:
+def check(
+    path: str | os.PathLike[str], *, allow: Iterable[str] = (), progress: OnProgress | None = None
+) -> CheckReport:
     """Looks for NaN and Inf in the checkpoint at ``path``: a file, an index of shards, or a folder of any of these.
 
     Never runs what a file holds, and never raises because of it: what cannot be read is in the report. Tensors whose
@@ -79,7 +81,7 @@ def _shards_of(index: Path) -> set[Path]:
 # ---- one file --------------------------------------------------------------------------------------------------------
 
 
-def _check_file(path: Path, allow: Sequence[str], progress: Progress) -> FileReport:
+def _check_file(path: Path, allow: Sequence[str], progress: OnProgress) -> FileReport:
     """Opens a file and its shards one after the other, so that no more than one is in memory."""
     kind = ""
     tensors: list[TensorReport] = []
@@ -114,7 +116,7 @@ def _check_file(path: Path, allow: Sequence[str], progress: Progress) -> FileRep
 class _Meter:
     """Adds up what is done, and passes it on."""
 
-    def __init__(self, path: Path, source: Source, progress: Progress) -> None:
+    def __init__(self, path: Path, source: OpenedFile, progress: OnProgress) -> None:
         self._path, self._progress = str(path), progress
         self._done, self._total = 0, sum(entry.num_values for entry in source.entries)
 
@@ -159,7 +161,7 @@ def _reason(error: OSError | Unreadable) -> str:
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> Iterator[Source]:
+def _open(path: Path) -> Iterator[OpenedFile]:
     if path.is_dir():
         os.listdir(path)  # raises where the folder may not be read
         if not _is_distributed(path):
@@ -181,7 +183,7 @@ def _open(path: Path) -> Iterator[Source]:
         yield from _open_file(path)
 
 
-def _open_file(path: Path) -> Iterator[Source]:
+def _open_file(path: Path) -> Iterator[OpenedFile]:
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -201,10 +203,10 @@ def _open_file(path: Path) -> Iterator[Source]:
         raise Unreadable("not a checkpoint that nanguard knows, or damaged from its first bytes on")
 
 
-def _open_safetensors(path: Path) -> Source:
+def _open_safetensors(path: Path) -> OpenedFile:
     from safetensors import SafetensorError, safe_open
 
-    source = Source(format="safetensors")
+    source = OpenedFile(format="safetensors")
     try:
         file: Any = safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -233,7 +235,7 @@ def _open_safetensors(path: Path) -> Source:
     return source
 
 
-def _open_index(path: Path) -> Iterator[Source]:
+def _open_index(path: Path) -> Iterator[OpenedFile]:
     """The shards of an index as Hugging Face writes it, one by one."""
     shards: dict[str, set[str]] = {}
     for name, shard in _weight_map(path).items():
@@ -247,7 +249,7 @@ def _open_index(path: Path) -> Iterator[Source]:
                 raise Unreadable("missing")
             (source,) = _open_file(file)
         except (OSError, Unreadable, ValueError) as error:
-            yield Source(format="index", problems=[f"its shard {shard}: {error}"])
+            yield OpenedFile(format="index", problems=[f"its shard {shard}: {error}"])
             continue
         source.format = f"{source.format}, {len(shards)} shards"
         absent = sorted(names - {entry.name for entry in source.entries})

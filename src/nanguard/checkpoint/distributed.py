@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from nanguard.checkpoint.source import Entry, Source, Unreadable
+from nanguard.checkpoint.source import Entry, OpenedFile, Unreadable
 from nanguard.checkpoint.torchfile import load
 
 _METADATA_CLASSES = {
@@ -98,9 +98,9 @@ def metadata_files(folder: Path) -> list[Path]:
     return [shared] if shared.is_file() else sorted(folder.glob("__*.metadata"))
 
 
-def open_distributed(folder: Path) -> Source:
+def open_distributed(folder: Path) -> OpenedFile:
     """Reads the small things at once, and each shard of a tensor when its turn comes."""
-    source = Source(format="torch.distributed.checkpoint")
+    source = OpenedFile(format="torch.distributed.checkpoint")
     files = metadata_files(folder)
     if not files:
         raise Unreadable("has no .metadata, which is written last: the checkpoint was not saved to its end")

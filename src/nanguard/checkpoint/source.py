@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(kw_only=True)
-class Source:
+class OpenedFile:
     """One file, opened."""
 
     format: str

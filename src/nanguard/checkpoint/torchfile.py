@@ -11,7 +11,7 @@ from typing import IO, Any
 import torch
 
 from nanguard.checkpoint import standins
-from nanguard.checkpoint.source import Source, Unreadable
+from nanguard.checkpoint.source import OpenedFile, Unreadable
 
 ZIP = b"PK\x03\x04"
 PICKLE = b"\x80"
@@ -26,7 +26,7 @@ _ON_DEMAND = ("torch.distributed.tensor", "torch.nested", "torch._dynamo")
 _TORN = "truncated or damaged: it was not written to its end, or not copied whole"
 
 
-def open_torch(path: Path) -> Source:
+def open_torch(path: Path) -> OpenedFile:
     """The tensors stay in the file until they are looked at, where its format allows that."""
     with path.open("rb") as file:
         zipped = file.read(4) == ZIP
@@ -35,7 +35,7 @@ def open_torch(path: Path) -> Source:
         else:
             file.seek(0)
             value = load(file)
-    source = Source(format="torch" if zipped else "torch (legacy)")
+    source = OpenedFile(format="torch" if zipped else "torch (legacy)")
     source.add(value)
     return source
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nanguard.checkup.record import Fact, Finding
+from nanguard.checkup.record import CheckupFinding, Fact
 
 OLDEST_PYTHON, NEWEST_PYTHON, OLDEST_TORCH = (3, 10), (3, 13), (2, 6)
 FRAMEWORKS = ("lightning", "pytorch-lightning", "transformers", "accelerate", "speechbrain", "deepspeed")
@@ -58,14 +58,14 @@ _COSTLY = {
 }
 
 
-def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Fact], list[Finding]]:
+def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Fact], list[CheckupFinding]]:
     """Facts and findings about this machine; ``run_dir`` is where runs are going to be written."""
     facts, findings = [_python()], [*_python_findings(), *_environment_findings(environ)]
     try:
         import torch
     except Exception as error:  # a broken installation raises anything
         findings.append(
-            Finding(
+            CheckupFinding(
                 rule="torch-missing",
                 severity="error",
                 what="torch cannot be imported",
@@ -158,9 +158,9 @@ def _free_disk(run_dir: Path) -> int | None:
 # ---- findings --------------------------------------------------------------------------------------------------------
 
 
-def _python_findings(running: tuple[int, ...] = tuple(sys.version_info[:2])) -> Iterator[Finding]:
+def _python_findings(running: tuple[int, ...] = tuple(sys.version_info[:2])) -> Iterator[CheckupFinding]:
     if not OLDEST_PYTHON <= running <= NEWEST_PYTHON:
-        yield Finding(
+        yield CheckupFinding(
             rule="python-version",
             severity="warning",
             what=f"Python {'.'.join(map(str, running))} is not one that nanguard is tested with",
@@ -169,10 +169,10 @@ def _python_findings(running: tuple[int, ...] = tuple(sys.version_info[:2])) -> 
         )
 
 
-def _torch_findings(running: str) -> Iterator[Finding]:
+def _torch_findings(running: str) -> Iterator[CheckupFinding]:
     numbers = tuple(int(part) for part in running.split("+")[0].split(".")[:2] if part.isdigit())
     if len(numbers) == 2 and numbers < OLDEST_TORCH:
-        yield Finding(
+        yield CheckupFinding(
             rule="torch-version",
             severity="error",
             what=f"torch {running} is older than nanguard can work with",
@@ -181,15 +181,17 @@ def _torch_findings(running: str) -> Iterator[Finding]:
         )
 
 
-def _environment_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _environment_findings(environ: Mapping[str, str]) -> Iterator[CheckupFinding]:
     for name, (value, why, change) in _COSTLY.items():
         if environ.get(name) == value:
-            yield Finding(rule="environment", severity="warning", what=f"{name}={value} is set", why=why, change=change)
+            yield CheckupFinding(
+                rule="environment", severity="warning", what=f"{name}={value} is set", why=why, change=change
+            )
 
 
-def _disk_findings(run_dir: Path, free: int) -> Iterator[Finding]:
+def _disk_findings(run_dir: Path, free: int) -> Iterator[CheckupFinding]:
     if free < LITTLE_DISK:
-        yield Finding(
+        yield CheckupFinding(
             rule="little-disk",
             severity="warning",
             what=f"only {_size(free)} are free where {run_dir} is",

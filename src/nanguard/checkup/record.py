@@ -10,7 +10,7 @@ Severity = Literal["error", "warning", "advice"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ScriptLine:
     """A line of a program."""
 
     file: str
@@ -22,7 +22,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckupFinding:
     """Something to change. ``place`` is None where it is about the machine."""
 
     rule: str
@@ -30,7 +30,7 @@ class Finding:
     what: str
     why: str
     change: str
-    place: Place | None = None
+    place: ScriptLine | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,7 +49,7 @@ class Checkup:
     """All that was seen. ``script`` is None where none was given."""
 
     facts: tuple[Fact, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckupFinding, ...]
     script: str | None = None
 
     @property

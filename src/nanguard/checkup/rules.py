@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanguard.checkup import amp, loop, losses
 from nanguard.checkup.amp import Complaints
-from nanguard.checkup.record import Finding, Place, Severity
+from nanguard.checkup.record import CheckupFinding, ScriptLine, Severity
 from nanguard.checkup.script import Script, too_deep
 
 
@@ -167,12 +167,12 @@ RULES = (
 )
 
 
-def examine(script: Script) -> list[Finding]:
+def examine(script: Script) -> list[CheckupFinding]:
     """Everything the rules find, once a line, in the order of the lines within each severity.
 
     Raises ``ScriptError`` where the program is nested too deeply to be looked at.
     """
-    found: dict[tuple[str, int], Finding] = {}
+    found: dict[tuple[str, int], CheckupFinding] = {}
     for rule in RULES:
         try:
             for node, what in rule.look(script):
@@ -184,5 +184,7 @@ def examine(script: Script) -> list[Finding]:
     return [found[key] for key in sorted(found, key=lambda key: (order[found[key].severity], key[1]))]
 
 
-def _finding(rule: Rule, place: Place, what: str) -> Finding:
-    return Finding(rule=rule.name, severity=rule.severity, what=what, why=rule.why, change=rule.change, place=place)
+def _finding(rule: Rule, place: ScriptLine, what: str) -> CheckupFinding:
+    return CheckupFinding(
+        rule=rule.name, severity=rule.severity, what=what, why=rule.why, change=rule.change, place=place
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanguard.checkup.record import Place
+from nanguard.checkup.record import ScriptLine
 from nanguard.errors import ScriptError
 
 LARGEST = 10 * 2**20
@@ -49,9 +49,11 @@ class Script:
             raise ScriptError(f"cannot read {path}: {error.strerror or error}") from None
         return cls(str(path), source)
 
-    def place(self, node: ast.AST) -> Place:
+    def place(self, node: ast.AST) -> ScriptLine:
         line = getattr(node, "lineno", 1)
-        return Place(file=self.path, line=line, text=self.lines[line - 1].strip() if line <= len(self.lines) else "")
+        return ScriptLine(
+            file=self.path, line=line, text=self.lines[line - 1].strip() if line <= len(self.lines) else ""
+        )
 
     # ---- names ---------------------------------------------------------------------------------------------------
 

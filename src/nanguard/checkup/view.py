@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from nanguard.checkup.record import Checkup, Fact, Finding
+from nanguard.checkup.record import Checkup, CheckupFinding, Fact
 from nanguard.records.printable import printable
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "advice": "bold cyan"}
@@ -24,7 +24,7 @@ def facts_table(facts: Sequence[Fact]) -> Table:
     return table
 
 
-def finding_lines(finding: Finding, width: int) -> Iterator[Text]:
+def finding_lines(finding: CheckupFinding, width: int) -> Iterator[Text]:
     """A few lines: what, where with the line itself, why, and what to change."""
     where = f"   {printable(str(finding.place))}" if finding.place else ""
     yield Text.assemble(

@@ -39,7 +39,7 @@ def explain(
         paths, is_run = words.find(path)
     except BundleError as error:
         fail(str(error), as_json=as_json)
-    told, troubles, faults = [], [], words.Faults()
+    told, troubles, faults = [], [], words.RepeatedIncidents()
     for place in paths:
         try:
             bundle = load(place)

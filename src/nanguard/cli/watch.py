@@ -15,8 +15,8 @@ from nanguard.cli.speech import fail, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nanguard.records.run import Run
     from nanguard.runlog.follow import Follower
-    from nanguard.runlog.reader import Run
 
 EXAMPLES = (
     "nanguard watch runs/a",

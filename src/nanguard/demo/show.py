@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from nanguard.demo import text, training
-from nanguard.demo.training import Progress, Result
+from nanguard.demo.training import Result, TrainingProgress
 from nanguard.errors import ReportError
 from nanguard.guard import Guard
 from nanguard.records.panel import panel
@@ -144,7 +143,7 @@ def _number(scale: float) -> str:
 # ---- the runs as they go ---------------------------------------------------------------------------------------------
 
 
-def _watched(name: str, run: Iterator[Progress], steps: int, err: Console) -> Progress:
+def _watched(name: str, run: Iterator[TrainingProgress], steps: int, err: Console) -> TrainingProgress:
     """Goes through a run behind a progress bar; returns how far it came."""
     columns = (
         TextColumn(f" {name:<8}"),
@@ -153,15 +152,15 @@ def _watched(name: str, run: Iterator[Progress], steps: int, err: Console) -> Pr
         TextColumn("loss {task.fields[loss]:.3f}  scale {task.fields[scale]}"),
         TimeElapsedColumn(),
     )
-    told = Progress()
-    with ProgressBar(*columns, console=err) as bar:
+    told = TrainingProgress()
+    with Progress(*columns, console=err) as bar:
         task = bar.add_task(name, total=steps, loss=math.nan, scale="")
         for told in run:
             bar.update(task, completed=len(told.losses), loss=told.losses[-1], scale=_number(told.scale))
     return told
 
 
-def _told_in_words(run: Iterator[Progress], err: Console) -> Iterator[Progress]:
+def _told_in_words(run: Iterator[TrainingProgress], err: Console) -> Iterator[TrainingProgress]:
     """Passes on how the plain loop goes, and says what becomes of it."""
 
     def say(words: str) -> None:
@@ -169,7 +168,7 @@ def _told_in_words(run: Iterator[Progress], err: Console) -> Iterator[Progress]:
         lines = textwrap.wrap(words, max(err.width - len(indent), 20))
         err.print(head + f"\n{indent}".join(lines), style="red", markup=False, soft_wrap=True)
 
-    share_of_nan, has_begun, has_stalled, told = 0.0, False, False, Progress()
+    share_of_nan, has_begun, has_stalled, told = 0.0, False, False, TrainingProgress()
     for told in run:
         is_nan = math.isnan(told.losses[-1])
         share_of_nan = 0.9 * share_of_nan + 0.1 * is_nan
@@ -188,7 +187,7 @@ def _told_in_words(run: Iterator[Progress], err: Console) -> Iterator[Progress]:
         yield told
 
 
-def _told_by_panels(run: Iterator[Progress], guard: Guard, err: Console) -> Iterator[Progress]:
+def _told_by_panels(run: Iterator[TrainingProgress], guard: Guard, err: Console) -> Iterator[TrainingProgress]:
     """Passes on how the guarded loop goes, and shows what it says: in full, or in a line where it is known."""
     shown = 0
     seen: set[tuple[str | None, ...]] = set()

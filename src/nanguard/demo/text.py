@@ -18,7 +18,7 @@ VOCABULARY = len(CHARACTERS) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
+class TextData:
     """What is trained on, batch by batch for each epoch, and what is held out."""
 
     epochs: tuple[tuple[Batch, ...], ...]
@@ -40,7 +40,7 @@ def documents() -> list[str]:
     return pieces
 
 
-def prepare(steps: int, generator: torch.Generator) -> Data:
+def prepare(steps: int, generator: torch.Generator) -> TextData:
     """As many batches as steps, in epochs that shuffle the documents anew."""
     pieces = _shuffled(documents(), generator)
     held_out = [piece for piece in pieces if len(piece) > CONTEXT // 2][:HELD_OUT]
@@ -48,7 +48,7 @@ def prepare(steps: int, generator: torch.Generator) -> Data:
     pieces = [piece for piece in pieces if piece not in kept_back]
     a_pass = math.ceil(len(pieces) / BATCH_SIZE)
     epochs = [_epoch(pieces, generator)[: steps - start] for start in range(0, steps, a_pass)]
-    return Data(epochs=tuple(tuple(map(as_batch, epoch)) for epoch in epochs), held_out=as_batch(held_out))
+    return TextData(epochs=tuple(tuple(map(as_batch, epoch)) for epoch in epochs), held_out=as_batch(held_out))
 
 
 def as_batch(pieces: list[str]) -> Batch:

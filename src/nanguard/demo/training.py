@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
 from nanguard.demo.gpt import GPT, Batch, loss_fn
-from nanguard.demo.text import CHARACTERS, CONTEXT, VOCABULARY, Data
+from nanguard.demo.text import CHARACTERS, CONTEXT, VOCABULARY, TextData
 from nanguard.guard import Guard
 
 LR = 0.003
@@ -29,7 +29,7 @@ PROMPT = "alice "
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far a run has come: its losses, the loss scale, how many steps were applied, and what they left."""
 
     losses: list[float] = field(default_factory=list)
@@ -68,10 +68,10 @@ def fresh(seed: int) -> tuple[GPT, AdamW]:
     return model, AdamW(groups, lr=LR, weight_decay=0.0)
 
 
-def plain_loop(model: nn.Module, optimizer: Optimizer, data: Data) -> Iterator[Progress]:
+def plain_loop(model: nn.Module, optimizer: Optimizer, data: TextData) -> Iterator[TrainingProgress]:
     """As it is written for fp16: autocast, a GradScaler, clipping. Ends when the weights are no longer finite."""
     scaler = torch.amp.GradScaler("cpu")
-    told = Progress()
+    told = TrainingProgress()
 
     def count(*_: object) -> None:
         told.applied += 1
@@ -95,8 +95,8 @@ def plain_loop(model: nn.Module, optimizer: Optimizer, data: Data) -> Iterator[P
                 return
 
 
-def guarded_loop(guard: Guard, data: Data) -> Iterator[Progress]:
-    told = Progress()
+def guarded_loop(guard: Guard, data: TextData) -> Iterator[TrainingProgress]:
+    told = TrainingProgress()
     for epoch in data.epochs:
         for batch in guard.epoch(epoch):
             loss = guard.step(loss_fn, batch)
@@ -111,17 +111,17 @@ def guard_of(model: nn.Module, optimizer: Optimizer, run_dir: Path) -> Guard:
     return Guard(model, optimizer, precision="fp16", max_norm=MAX_NORM, clip="global", run_dir=run_dir)
 
 
-def plain_result(model: GPT, told: Progress, data: Data, seed: int) -> Result:
+def plain_result(model: GPT, told: TrainingProgress, data: TextData, seed: int) -> Result:
     return _result(model, told, data, seed, skipped=(), raised=())
 
 
-def guarded_result(guard: Guard, model: GPT, told: Progress, data: Data, seed: int) -> Result:
+def guarded_result(guard: Guard, model: GPT, told: TrainingProgress, data: TextData, seed: int) -> Result:
     skipped = tuple(incident.reading.step for incident in guard.incidents if not incident.outcome.applied)
     return _result(model, told, data, seed, skipped=skipped, raised=guard.kept_fp32)
 
 
 def _result(
-    model: GPT, told: Progress, data: Data, seed: int, *, skipped: tuple[int, ...], raised: tuple[str, ...]
+    model: GPT, told: TrainingProgress, data: TextData, seed: int, *, skipped: tuple[int, ...], raised: tuple[str, ...]
 ) -> Result:
     model.eval()
     counted = [loss for step, loss in enumerate(told.losses) if step not in skipped][-LAST_STEPS:]

@@ -23,7 +23,7 @@ from nanguard.errors import ProtocolError
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.hosted.step import HostedStep
-from nanguard.incidents.bundle import Capture
+from nanguard.incidents.bundle import CaptureLevel
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incident
 from nanguard.records.summary import closing_line
@@ -86,7 +86,7 @@ class HostedLoop:
         run_dir: str | Path | None = None,
         observers: Sequence[Observer] = (),
         diagnose: How = "auto",
-        capture: Capture = "batch",
+        capture: CaptureLevel = "batch",
     ) -> None:
         several: tuple[Optimizer, ...] = as_tuple(optimizers)
         to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)

@@ -11,7 +11,7 @@ from nanguard.run_folder import RunFolder
 
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.scheduler import How
-    from nanguard.incidents.bundle import Capture
+    from nanguard.incidents.bundle import CaptureLevel
     from nanguard.step.observers import Observer
 
 
@@ -38,7 +38,7 @@ class Settings:
     trace: bool = False
     sync: Literal["auto", "eager", "late"] = "auto"
     diagnose: How = "auto"
-    capture: Capture = "batch"
+    capture: CaptureLevel = "batch"
     script: str = ""
     argv: tuple[str, ...] = ()
     observers: tuple[Observer, ...] = ()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nanguard.incidents.budget import Budget
 from nanguard.incidents.environment import environment
-from nanguard.incidents.files import Draft, tree_of_rng
+from nanguard.incidents.files import BundleDraft, tree_of_rng
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import RunFolder
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanguard")
 
-Capture = Literal["none", "meta", "batch", "full"]
+CaptureLevel = Literal["none", "meta", "batch", "full"]
 """``none``: nothing. ``meta``: what happened, and no data. ``batch``: the data and random states of the step too.
 ``full``: also the weights, as the step found them."""
 
@@ -68,7 +68,7 @@ def folders(run_dir: str | Path) -> list[Path]:
 class Kept:
     """What is to be written of a step when it is known what became of it."""
 
-    draft: Draft
+    draft: BundleDraft
     facts: dict[str, Any]
 
 
@@ -82,7 +82,7 @@ class Bundles:
     def __init__(
         self,
         run_dir: str | Path | RunFolder,
-        capture: Capture = "batch",
+        capture: CaptureLevel = "batch",
         *,
         precision: str = "fp32",
         rank: int = 0,
@@ -92,8 +92,8 @@ class Bundles:
         total_limit: int = TOTAL_LIMIT,
         most: int = MOST,
     ) -> None:
-        if capture not in get_args(Capture):
-            raise ValueError(f"capture must be one of {', '.join(map(repr, get_args(Capture)))}, got {capture!r}")
+        if capture not in get_args(CaptureLevel):
+            raise ValueError(f"capture must be one of {', '.join(map(repr, get_args(CaptureLevel)))}, got {capture!r}")
         limits = {"batch_limit": batch_limit, "weights_limit": weights_limit, "total_limit": total_limit, "most": most}
         for name, value in limits.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -168,7 +168,7 @@ class Bundles:
                 return None
             self._run_dir.make()
             capture = self.capture if allowed == "data" else "meta"
-            draft = Draft()
+            draft = BundleDraft()
             facts = self._facts(diagnosis, pending, history, model, precision, kept_fp32)
             facts["capture"] = capture
             facts["microbatches"] = [] if pending is None else [_described(m, capture) for m in pending.microbatches]
@@ -230,8 +230,8 @@ class Bundles:
 
     def _gather(
         self,
-        draft: Draft,
-        capture: Capture,
+        draft: BundleDraft,
+        capture: CaptureLevel,
         diagnosis: Diagnosis | None,
         pending: PendingStep | None,
         model: nn.Module,
@@ -263,7 +263,7 @@ class Bundles:
         else:
             draft.leave_out("weights", "they are written with capture='full' only")
 
-    def _add_samples(self, draft: Draft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
+    def _add_samples(self, draft: BundleDraft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
         """The part of the batch that is to blame: small, and there where the whole is too large."""
         if diagnosis is None or not diagnosis.samples:
             return
@@ -282,7 +282,7 @@ class Bundles:
 
     # ---- onto the disk -------------------------------------------------------------------------------------------
 
-    def _write(self, draft: Draft, facts: dict[str, Any], number: int) -> Path:
+    def _write(self, draft: BundleDraft, facts: dict[str, Any], number: int) -> Path:
         self._tidy()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
@@ -333,7 +333,7 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _described(micro: Microbatch, capture: Capture) -> dict[str, Any]:
+def _described(micro: Microbatch, capture: CaptureLevel) -> dict[str, Any]:
     """Types and shapes of the tensors of a batch, and their names where data may be written: keys may be data."""
     enabled, dtype = micro.autocast
     try:

@@ -28,7 +28,7 @@ INCIDENT, TENSORS = "incident.json", "tensors.safetensors"
 
 
 @dataclass(slots=True)
-class Draft:
+class BundleDraft:
     """What is to be written: trees, the tensors they refer to, and what is not in it, with the reason."""
 
     trees: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ _ORDERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class BuiltProgram:
     """What the user's function gave: ``loss_fn(model, batch)`` returns the loss."""
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Program:
     batches: Any = None
 
 
-def build(entry: str, seed: int) -> Program:
+def build(entry: str, seed: int) -> BuiltProgram:
     """Imports ``package.module:function`` or ``path/to/file.py:function`` and calls it, with the seed if it takes one.
 
     torch's generators are seeded before. Raises ``ReplayError`` for all that goes wrong, in the user's code too.
@@ -127,7 +127,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     return f"{getattr(function, '__name__', 'it')}({', '.join(map(str, arguments))})"
 
 
-def _program(given: Any, entry: str) -> Program:
+def _program(given: Any, entry: str) -> BuiltProgram:
     wrong = f"--entry {entry}: it must return {SHAPES}; it returned "
     if isinstance(given, (tuple, list)) and not hasattr(given, "_fields"):
         if len(given) not in _ORDERS:
@@ -148,7 +148,9 @@ def _program(given: Any, entry: str) -> Program:
         raise ReplayError(
             f"{wrong}{_article(loss_fn)} in the place of loss_fn, which must be a function: loss_fn(model, batch)"
         )
-    return Program(model=model, loss_fn=loss_fn, optimizer=members.get("optimizer"), batches=members.get("batches"))
+    return BuiltProgram(
+        model=model, loss_fn=loss_fn, optimizer=members.get("optimizer"), batches=members.get("batches")
+    )
 
 
 def _article(value: Any) -> str:

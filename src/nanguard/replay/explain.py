@@ -75,7 +75,7 @@ def long(bundle: Bundle) -> str:
 
 
 @dataclass(slots=True)
-class Fault:
+class RepeatedIncident:
     """Incidents that are the same again, newest last: only that one is held."""
 
     newest: Bundle
@@ -92,23 +92,23 @@ class Fault:
         return "\n".join(filter(None, [head, row, rest]))
 
 
-class Faults:
+class RepeatedIncidents:
     """Folds the incidents of a run, one by one."""
 
     def __init__(self) -> None:
-        self._by_likeness: dict[tuple[Any, ...], Fault] = {}
+        self._by_likeness: dict[tuple[Any, ...], RepeatedIncident] = {}
 
     def add(self, bundle: Bundle) -> None:
         """What it is the same as goes to the end, so that the newest comes last. Raises ``BundleError``."""
         try:
             key, step = likeness(bundle.outcome), bundle.outcome.verdict.reading.step
-            fault = self._by_likeness.pop(key, None) or Fault(newest=bundle, count=0, first_step=step)
+            fault = self._by_likeness.pop(key, None) or RepeatedIncident(newest=bundle, count=0, first_step=step)
         except _WRONG as error:
             raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
         fault.newest, fault.count = bundle, fault.count + 1
         self._by_likeness[key] = fault
 
-    def in_order(self) -> list[Fault]:
+    def in_order(self) -> list[RepeatedIncident]:
         return list(self._by_likeness.values())
 
 

@@ -17,7 +17,7 @@ from nanguard.errors import ProtocolError, ReplayError
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
-from nanguard.replay.entry import Program, told
+from nanguard.replay.entry import BuiltProgram, told
 from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
 from nanguard.state.names import plain_name, unwrapped
@@ -63,7 +63,7 @@ class Stage:
     """A step ready to be run again. ``places`` are the micro-batches to run; ``notes`` say what is not as it was."""
 
     bundle: Bundle
-    program: Program
+    program: BuiltProgram
     device: torch.device
     precision: Any
     loss_scale: LossScale | None
@@ -86,7 +86,7 @@ class Stage:
                 yield
 
 
-def prepare(bundle: Bundle, program: Program) -> Stage:
+def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
     """Puts the kept weights into the model, and modes and fp32 modules as they were. Raises ``ReplayError``."""
     first = next(program.model.parameters(), None)
     if first is None:

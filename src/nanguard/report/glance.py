@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from nanguard.records.printable import printable
-from nanguard.runlog.reader import Event, IncidentRecord, Run, StepRecord
+from nanguard.records.run import EventRecord, IncidentRecord, Run, StepRecord
 from nanguard.runlog.repeats import likeness, refused_at_end
 
-State = Literal["running", "silent", "gone", "halted", "ended"]
+RunState = Literal["running", "silent", "gone", "halted", "ended"]
 """``silent``: nothing was written for much longer than usual. ``gone``: and the process that wrote it is no more."""
 
 _LEAST_SILENCE = 20.0
@@ -32,7 +32,7 @@ _DID = {
 }
 
 
-def state_of(run: Run, now: float) -> State:
+def state_of(run: Run, now: float) -> RunState:
     """``now`` is the time of the clock that the log was written by."""
     if run.is_over:
         return "ended"
@@ -141,7 +141,7 @@ def why_in_words(incident: IncidentRecord) -> str:
     return printable(", ".join(filter(None, [diagnosis.words, line, what])))
 
 
-def alert_in_words(event: Event) -> str:
+def alert_in_words(event: EventRecord) -> str:
     module = event.fields.get("module")
     where = f" ({module})" if isinstance(module, str) and module else ""
     return printable(f"{event.fields.get('message', '')}{where}"[:1000])

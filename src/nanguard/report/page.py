@@ -16,6 +16,7 @@ from pathlib import Path
 import nanguard
 from nanguard.errors import ReportError, RunLogError
 from nanguard.records.markup import Child, Markup, embedded, tag
+from nanguard.records.run import Run
 from nanguard.report.html import kinds, prose
 from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
@@ -23,7 +24,7 @@ from nanguard.report.html.series import curves_of
 from nanguard.report.html.story import Story, stories_of
 from nanguard.report.html.table import values_table
 from nanguard.report.html.where import environment
-from nanguard.runlog.reader import Run, read_run
+from nanguard.runlog.reader import read_run
 
 _SCRIPTS = ("curves.js", "timeline.js", "trails.js", "page.js")
 _SECTIONS = (

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from nanguard.records.printable import printable
+from nanguard.records.run import IncidentRecord, Run, StepRecord
 from nanguard.report import glance
 from nanguard.report.sparkline import columns, is_flat, mean_of_finite, sparkline
-from nanguard.runlog.reader import IncidentRecord, Run, StepRecord
 
 Line = list[tuple[str, str]]
 """Text and style, part by part."""

@@ -11,122 +11,20 @@ import math
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nanguard.errors import RunLogError
-from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.rebuild import built
-from nanguard.records.steps import Outcome, Reading
+from nanguard.records.run import RUN_LOG, EventRecord, IncidentRecord, Run, StepRecord
+from nanguard.records.steps import Outcome
 from nanguard.runlog.writer import SCHEMA
 
-RUN_LOG = "run.jsonl"
 _CHUNK = 1 << 20
 _LONGEST_LINE = 64 << 20
 _LARGEST = 2**63
 _MOST_TROUBLES = 1000
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One step, as it was heard of. ``norms`` are those of the gradients before clipping, one for each group.
-
-    ``lrs`` has one for each parameter group, NaN for one that only the device knew. ``skipped`` steps changed nothing.
-    ``optimizer`` is empty where only one guard wrote the log.
-    """
-
-    step: int
-    time: float
-    epoch: int
-    batch: int | None
-    loss: float
-    norms: tuple[float, ...]
-    lrs: tuple[float, ...]
-    scale: float | None
-    skipped: bool
-    optimizer: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """What else happened: ``overflow``, ``drop``, ``eased``, ``roll_back``, ``alert``. ``fields`` are as written."""
-
-    event: str
-    time: float
-    step: int | None
-    fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IncidentRecord:
-    """A step that the guard had to answer."""
-
-    number: int
-    time: float
-    outcome: Outcome
-    optimizer: str = ""
-
-    @property
-    def reading(self) -> Reading:
-        return self.outcome.verdict.reading
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        return self.outcome.diagnosis
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """What a run log says.
-
-    ``header`` is that of the last process that wrote to it, ``headers`` of all of them; ``steps`` are in order, each
-    there once; ``end`` is None where the last process has not ended its log. ``troubles`` has a sentence for each line
-    that could not be read.
-    """
-
-    path: Path
-    header: Mapping[str, Any]
-    headers: tuple[Mapping[str, Any], ...]
-    steps: tuple[StepRecord, ...]
-    incidents: tuple[IncidentRecord, ...]
-    events: tuple[Event, ...]
-    end: Mapping[str, Any] | None
-    troubles: tuple[str, ...]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run was brought to its end; one that was killed, or halted, was not."""
-        return self.end is not None
-
-    @property
-    def name(self) -> str:
-        """That of the folder."""
-        folder = self.path.parent if self.path.name == RUN_LOG else self.path
-        return folder.resolve().name if folder.name in ("", ".", "..") else folder.name
-
-    def frame(self) -> Any:
-        """The steps as a ``pandas.DataFrame``: ``norm_0`` and on for the groups, ``lr_0`` and on for learning rates."""
-        try:
-            pandas: Any = import_module("pandas")
-        except ImportError as error:
-            raise RunLogError("Run.frame() needs pandas, which is not installed: pip install pandas") from error
-        norms = max((len(each.norms) for each in self.steps), default=0)
-        lrs = max((len(each.lrs) for each in self.steps), default=0)
-        columns: dict[str, Any] = {
-            "step": pandas.array([each.step for each in self.steps], dtype="int64"),
-            "time": [each.time for each in self.steps],
-            "epoch": pandas.array([each.epoch for each in self.steps], dtype="int64"),
-            "batch": pandas.array([each.batch for each in self.steps], dtype="Int64"),
-            "loss": [each.loss for each in self.steps],
-            **{f"norm_{n}": [_at(each.norms, n) for each in self.steps] for n in range(norms)},
-            **{f"lr_{n}": [_at(each.lrs, n) for each in self.steps] for n in range(lrs)},
-            "scale": [math.nan if each.scale is None else each.scale for each in self.steps],
-            "skipped": pandas.array([each.skipped for each in self.steps], dtype="bool"),
-            "optimizer": [each.optimizer for each in self.steps],
-        }
-        return pandas.DataFrame(columns)
 
 
 def read_run(path: str | Path) -> Run:
@@ -174,7 +72,7 @@ class Tape:
     headers: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     incidents: list[IncidentRecord] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
     end: Mapping[str, Any] | None = None
     troubles: list[str] = field(default_factory=list)
     num_read: int = 0
@@ -246,7 +144,7 @@ class Tape:
             if event == "drop":
                 step = built(Outcome, data, event).verdict.reading.step
             step = None if step is None else _whole(step, "step")
-            self.events.append(Event(event=event, time=time, step=step, fields=data))
+            self.events.append(EventRecord(event=event, time=time, step=step, fields=data))
         self.num_read += 1
 
     def _take_header(self, data: dict[str, Any], time: float) -> None:
@@ -284,10 +182,6 @@ class Tape:
 
 def _order(record: StepRecord) -> int:
     return record.step
-
-
-def _at(values: tuple[float, ...], place: int) -> float:
-    return values[place] if place < len(values) else math.nan
 
 
 def _is_whole(line: bytes) -> bool:

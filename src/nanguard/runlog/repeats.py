@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanguard.records.run import StepRecord
     from nanguard.records.steps import Outcome
-    from nanguard.runlog.reader import StepRecord
 
 _WORTH_TELLING = 10
 _FEWEST = 3

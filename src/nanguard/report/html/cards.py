@@ -12,12 +12,12 @@ from nanguard.records.panel import headline, rows
 from nanguard.report.html.excerpt import excerpt
 from nanguard.report.html.kinds import glyph, kind_of
 from nanguard.report.html.prose import counted, fault_in_words, number, place_in_words
-from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, Fault, Story, kept_in
+from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, FaultGroup, Story, kept_in
 
 if TYPE_CHECKING:
     from nanguard.incidents.reader import Bundle
     from nanguard.records.diagnosis import Diagnosis, Fix, Link, Stretch
-    from nanguard.runlog.reader import IncidentRecord
+    from nanguard.records.run import IncidentRecord
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 _SURE = {
@@ -29,7 +29,7 @@ _FROM_DIAGNOSIS = frozenset({"born in", "first in", "because", "samples", "fix",
 _MOST = 40
 
 
-def card(story: Story, fault: Fault, *, rank: int, level: int) -> Markup:
+def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
     """One fault: its first incident in full, the same again folded below. ``level`` is that of its heading."""
     record = fault.first
     times = len(fault.incidents)
@@ -66,7 +66,7 @@ def trails(story: Story) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _body(story: Story, fault: Fault, level: int) -> Iterator[Child]:
+def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
     record, diagnosis = fault.first, fault.first.diagnosis
     yield _rows(record, every=diagnosis is None)
     if diagnosis is None:
@@ -76,7 +76,7 @@ def _body(story: Story, fault: Fault, level: int) -> Iterator[Child]:
     yield tag("div", _details(story, fault, level), class_="columns")
 
 
-def _details(story: Story, fault: Fault, level: int) -> Iterator[Child]:
+def _details(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
     record, diagnosis = fault.first, fault.first.diagnosis
     if diagnosis is not None:
         harmless = "Other non-finite values, which reached neither loss nor gradient"
@@ -252,7 +252,7 @@ def _kept(story: Story, record: IncidentRecord, bundle: Bundle | None) -> Iterat
         yield _copyable(f"nanguard replay {where} --entry your.module:build")
 
 
-def _repeats(story: Story, fault: Fault) -> Markup:
+def _repeats(story: Story, fault: FaultGroup) -> Markup:
     again = list(zip(fault.places, fault.incidents, strict=True))[1:]
     steps = [record.reading.step for _, record in again]
     items = [

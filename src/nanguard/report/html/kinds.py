@@ -9,8 +9,8 @@ from nanguard.records.markup import Markup, tag
 from nanguard.records.panel import headline
 
 if TYPE_CHECKING:
+    from nanguard.records.run import EventRecord, IncidentRecord
     from nanguard.report.html.story import Story
-    from nanguard.runlog.reader import Event, IncidentRecord
 
 MOST_EVENTS = 500
 """Of those that are no incidents, how many are listed one by one."""
@@ -88,7 +88,7 @@ def kinds_of(record: IncidentRecord) -> list[Kind]:
     return [first, KINDS["skip"]] if is_skipped else [first]
 
 
-def kind_of_event(event: Event) -> Kind:
+def kind_of_event(event: EventRecord) -> Kind:
     return KINDS.get(event.event, KINDS["other"])
 
 
@@ -96,7 +96,7 @@ def event_id(story: Story, place: int) -> str:
     return f"run{story.number}-event{place}" if place < MOST_EVENTS else f"run{story.number}-events"
 
 
-def event_in_words(event: Event) -> str:
+def event_in_words(event: EventRecord) -> str:
     """What an event that is no incident says of itself."""
     fields = event.fields
     if event.event == "overflow":

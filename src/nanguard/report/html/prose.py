@@ -12,9 +12,9 @@ from nanguard.records.panel import headline
 from nanguard.records.plain import plain
 
 if TYPE_CHECKING:
-    from nanguard.report.html.story import Fault, Figures, Story
+    from nanguard.report.html.story import FaultGroup, Figures, Story
 
-Span = tuple[str, str]
+SummaryPart = tuple[str, str]
 """An element, empty for none, and the words in it."""
 
 _MOST_OTHERS = 3
@@ -64,7 +64,7 @@ def rate(figures: Figures) -> str:
     return f"{figures.steps / figures.seconds:.3g} steps a second" if figures.seconds > 0 and figures.steps else ""
 
 
-def fault_in_words(fault: Fault) -> str:
+def fault_in_words(fault: FaultGroup) -> str:
     """``overflow of fp16``: what it was."""
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
@@ -75,7 +75,7 @@ def fault_in_words(fault: Fault) -> str:
     return noun if fault.first.outcome.verdict.kind in ("damage", "divergence") else f"{noun} that was not examined"
 
 
-def place_in_words(fault: Fault) -> str:
+def place_in_words(fault: FaultGroup) -> str:
     """``layers.7.attn``, or the line where it is outside any module; empty where neither is known."""
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is None:
@@ -138,7 +138,7 @@ def _steps_sentence(figures: Figures) -> str:
     return lost if figures.is_over else f"{lost} The log has no end: the run is still going, or was stopped."
 
 
-def _spans(story: Story) -> Iterator[Span]:
+def _spans(story: Story) -> Iterator[SummaryPart]:
     yield "", _steps_sentence(story.figures)
     if refused := story.figures.refused_at_end:
         words = str(refused)
@@ -151,7 +151,7 @@ def _spans(story: Story) -> Iterator[Span]:
         yield from _others(story.faults[1:])
 
 
-def _first_trouble(story: Story) -> Iterator[Span]:
+def _first_trouble(story: Story) -> Iterator[SummaryPart]:
     fault = story.faults[0]
     again = len(fault.incidents) - 1
     yield "", "The first trouble: " if len(story.faults) > 1 else "The trouble: "
@@ -170,7 +170,7 @@ def _first_trouble(story: Story) -> Iterator[Span]:
         yield "", "."
 
 
-def _others(faults: Sequence[Fault]) -> Iterator[Span]:
+def _others(faults: Sequence[FaultGroup]) -> Iterator[SummaryPart]:
     yield "", "Then "
     shown, rest = faults[:_MOST_OTHERS], len(faults) - _MOST_OTHERS
     for place, fault in enumerate(shown):

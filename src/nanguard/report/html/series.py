@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanguard.runlog.reader import Run, StepRecord
+    from nanguard.records.run import Run, StepRecord
 
 _MOST_CURVES = 16
 """Of one kind. A model with hundreds of parameter groups is still to be read."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from nanguard.errors import BundleError
 from nanguard.incidents.reader import Bundle, load
 from nanguard.records.rebuild import built
+from nanguard.records.run import IncidentRecord
 from nanguard.records.steps import Outcome
-from nanguard.runlog.reader import IncidentRecord
 from nanguard.runlog.repeats import Refused, likeness, refused_at_end
 
 if TYPE_CHECKING:
-    from nanguard.runlog.reader import Event, Run
+    from nanguard.records.run import EventRecord, Run
 
 MOST_IN_FULL = 60
 """Faults of a run that are shown in full, with what their folders hold."""
@@ -26,7 +26,7 @@ MOST_REPEATS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class FaultGroup:
     """Incidents that are the same again: one cause, at one place. ``bundle`` is what was kept of the first.
 
     ``places`` are those of its incidents among all of the run.
@@ -73,8 +73,8 @@ class Story:
     number: int
     label: str
     incidents: tuple[IncidentRecord, ...]
-    faults: tuple[Fault, ...]
-    events: tuple[Event, ...]
+    faults: tuple[FaultGroup, ...]
+    events: tuple[EventRecord, ...]
     figures: Figures
     troubles: tuple[str, ...]
 
@@ -123,7 +123,7 @@ def _story(run: Run, number: int, label: str) -> Story:
     )
 
 
-def _incident_of(event: Event) -> IncidentRecord | None:
+def _incident_of(event: EventRecord) -> IncidentRecord | None:
     fields = {key: value for key, value in event.fields.items() if key not in ("number", "event", "time", "step")}
     number, owner = event.fields.get("number"), event.fields.get("optimizer", "")
     try:
@@ -133,7 +133,7 @@ def _incident_of(event: Event) -> IncidentRecord | None:
         return None
 
 
-def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[Fault, ...], list[str]]:
+def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[FaultGroup, ...], list[str]]:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for place, record in enumerate(incidents):
         groups.setdefault((record.optimizer, *likeness(record.outcome)), []).append(place)
@@ -146,7 +146,9 @@ def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[Fault,
                 bundle = load(folder)
             except BundleError as error:
                 troubles.append(str(error))
-        faults.append(Fault(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=bundle))
+        faults.append(
+            FaultGroup(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=bundle)
+        )
     return tuple(faults), troubles
 
 

@@ -9,8 +9,8 @@ from nanguard.records.markup import Markup, tag
 from nanguard.report.html.prose import number
 
 if TYPE_CHECKING:
+    from nanguard.records.run import StepRecord
     from nanguard.report.html.story import Story
-    from nanguard.runlog.reader import StepRecord
 
 _MOST_ROWS, _MOST_COLUMNS = 60, 4
 

@@ -1,0 +1,108 @@
+"""A run log as records: what ``read_run`` returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nanguard.records.steps import Incident
+
+RUN_LOG = "run.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step, as it was heard of. ``norms`` are those of the gradients before clipping, one for each group.
+
+    ``lrs`` has one for each parameter group, NaN for one that only the device knew. ``skipped`` steps changed nothing.
+    ``optimizer`` is empty where only one guard wrote the log.
+    """
+
+    step: int
+    time: float
+    epoch: int
+    batch: int | None
+    loss: float
+    norms: tuple[float, ...]
+    lrs: tuple[float, ...]
+    scale: float | None
+    skipped: bool
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventRecord:
+    """What else happened: ``overflow``, ``drop``, ``eased``, ``roll_back``, ``alert``. ``fields`` are as written."""
+
+    event: str
+    time: float
+    step: int | None
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncidentRecord(Incident):
+    """An incident in a run log, with the time of its line. ``optimizer`` is empty if one guard wrote the log."""
+
+    time: float
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a run log says.
+
+    ``header`` is that of the last process that wrote to it, ``headers`` of all of them; ``steps`` are in order, each
+    there once; ``end`` is None where the last process has not ended its log. ``troubles`` has a sentence for each line
+    that could not be read.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    headers: tuple[Mapping[str, Any], ...]
+    steps: tuple[StepRecord, ...]
+    incidents: tuple[IncidentRecord, ...]
+    events: tuple[EventRecord, ...]
+    end: Mapping[str, Any] | None
+    troubles: tuple[str, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was brought to its end; one that was killed, or halted, was not."""
+        return self.end is not None
+
+    @property
+    def name(self) -> str:
+        """That of the folder."""
+        folder = self.path.parent if self.path.name == RUN_LOG else self.path
+        return folder.resolve().name if folder.name in ("", ".", "..") else folder.name
+
+    def frame(self) -> Any:
+        """The steps as a ``pandas.DataFrame``: ``norm_0`` and on for the groups, ``lr_0`` and on for learning rates."""
+        try:
+            pandas: Any = import_module("pandas")
+        except ImportError as error:
+            raise ImportError("Run.frame() needs pandas, which is not installed: pip install pandas") from error
+        norms = max((len(each.norms) for each in self.steps), default=0)
+        lrs = max((len(each.lrs) for each in self.steps), default=0)
+        columns: dict[str, Any] = {
+            "step": pandas.array([each.step for each in self.steps], dtype="int64"),
+            "time": [each.time for each in self.steps],
+            "epoch": pandas.array([each.epoch for each in self.steps], dtype="int64"),
+            "batch": pandas.array([each.batch for each in self.steps], dtype="Int64"),
+            "loss": [each.loss for each in self.steps],
+            **{f"norm_{n}": [_at(each.norms, n) for each in self.steps] for n in range(norms)},
+            **{f"lr_{n}": [_at(each.lrs, n) for each in self.steps] for n in range(lrs)},
+            "scale": [math.nan if each.scale is None else each.scale for each in self.steps],
+            "skipped": pandas.array([each.skipped for each in self.steps], dtype="bool"),
+            "optimizer": [each.optimizer for each in self.steps],
+        }
+        return pandas.DataFrame(columns)
+
+
+def _at(values: tuple[float, ...], place: int) -> float:
+    return values[place] if place < len(values) else math.nan
