@@ -38,7 +38,7 @@ def examples(command: Any) -> list[str]:
 
 
 def exit_statuses(command: Any) -> list[str]:
-    return [part for part in paragraphs(command) if part.startswith("Ends with ")]
+    return [part for part in paragraphs(command) if part.startswith("Exits with ")]
 
 
 def reference() -> str:
@@ -48,7 +48,7 @@ def reference() -> str:
 def section(name: str, command: Any) -> str:
     spelled = [_in_usage(argument) for argument in arguments(command)]
     usage = " ".join(["nanguard", name, "[OPTIONS]", *spelled])
-    told = [part for part in paragraphs(command) if not part.startswith("Ends with ")]
+    told = [part for part in paragraphs(command) if not part.startswith("Exits with ")]
     rows = [f"| `{_cell(argument.metavar)}` | {_cell(argument.help)} |" for argument in arguments(command)]
     rows += [f"| {_spelling(option)} | {_cell(option.help)}{_default(option)} |" for option in options(command)]
     seeks = [rules_table()] if name == "doctor" else []

@@ -195,7 +195,7 @@ def test_incidents_that_a_run_has_kept_are_passed_over_unless_asked_for(tmp_path
     assert [file.path for file in report.files] == [str(tmp_path / "runs" / "a" / "last.pt")]
     assert report.passed_over == (str(kept / "tensors.safetensors"),)
     told = run(tmp_path)
-    assert "passed over: tensors.safetensors (kept incidents, settings and random states)" in told.stdout
+    assert "not checked: tensors.safetensors (saved incidents, settings and random states)" in told.stdout
     for asked in (kept, kept / "tensors.safetensors"):
         assert (check(asked).status, check(asked).passed_over) == (1, ())
     assert "Kept incidents" in only(check(kept.parent)).verdict
@@ -804,7 +804,7 @@ def test_as_a_process_it_ends_with_the_same_status(shelf: Path) -> None:
 
     assert status("good.pt") == (
         0,
-        "good.pt  clean: 27 tensors, 471 values\n   note    tensors not looked into: 1 integer or bool\n\n",
+        "good.pt  clean: 27 tensors, 471 values\n   note    tensors not checked: 1 integer or bool\n\n",
     )
     assert status("bad.pt")[0] == 1
     assert status("bad.pt", "torn.pt", "good.pt")[0] == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import nanguard
+import nanguard.records
 
 SOURCE = Path(nanguard.__file__).parent
 
@@ -182,6 +183,20 @@ def test_the_public_names_are_these() -> None:
     assert dir(nanguard) == nanguard.__all__
     with pytest.raises(AttributeError, match="no attribute 'Gaurd'"):
         _ = nanguard.Gaurd
+
+
+def test_types_that_users_receive_come_from_records_without_torch() -> None:
+    code = (
+        "import sys; from nanguard import read_run, records; from typing import get_type_hints; "
+        "from nanguard.records import Action, Diagnosis, Incident, Outcome, Reading, Run, Verdict; "
+        "assert get_type_hints(read_run)['return'] is Run and get_type_hints(Incident)['outcome'] is Outcome; "
+        "assert all(isinstance(getattr(records, name), type) for name in records.__all__); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.strip() == "False", done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'Icident'"):
+        _ = nanguard.records.Icident
 
 
 def test_the_package_itself_imports_nothing_heavy() -> None:

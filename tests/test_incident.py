@@ -74,7 +74,7 @@ def keep(run_dir: Path, *batches: Any, capture: Any = "full", number: int = 1, *
     mine = {key: options.pop(key) for key in ("precision", "kept_fp32") if key in options}
     bundles = Bundles(run_dir, capture, **options)
     window = step_on(*batches, model=model)
-    return bundles.keep(number, outcome=outcome, window=window, history=HISTORY, model=model, **mine)
+    return bundles.keep(number, outcome=outcome, pending=window, history=HISTORY, model=model, **mine)
 
 
 def kept(run_dir: Path, *batches: Any, **options: Any) -> Bundle:
@@ -129,7 +129,7 @@ def test_the_json_is_strict_and_says_nan_in_words(tmp_path: Path) -> None:
 
 def test_a_step_that_was_not_examined_and_one_without_a_window_are_kept_too(tmp_path: Path) -> None:
     bundles = Bundles(tmp_path, "full")
-    path = bundles.keep(1, outcome=made_by(), window=None, history=(), model=nn.Linear(2, 2))
+    path = bundles.keep(1, outcome=made_by(), pending=None, history=(), model=nn.Linear(2, 2))
     assert path is not None
     bundle = load(path)
     assert bundle.diagnosis is None
@@ -141,7 +141,7 @@ def test_a_step_that_was_not_examined_and_one_without_a_window_are_kept_too(tmp_
 
 def test_a_loop_of_the_users_own_is_kept_with_what_was_seen(tmp_path: Path) -> None:
     window = PendingStep(7, 2, 5, False, 1, last_seen={"x": torch.arange(3)})
-    path = Bundles(tmp_path, "batch").keep(1, outcome=made_by(), window=window, history=(), model=nn.Linear(2, 2))
+    path = Bundles(tmp_path, "batch").keep(1, outcome=made_by(), pending=window, history=(), model=nn.Linear(2, 2))
     assert path is not None
     bundle = load(path)
     assert bundle.captured == ("batch",)
@@ -349,7 +349,7 @@ def test_trees_that_hold_themselves_end(tmp_path: Path) -> None:
     for _ in range(5000):
         deep = [deep]
     back, down = kept(tmp_path, batch, deep, capture="batch").batches()
-    assert back["self"] == [Lost("something that holds itself")]
+    assert back["self"] == [Lost("something that contains itself")]
     assert identical(back["x"], torch.ones(1))
     assert isinstance(down, list)
 
@@ -468,7 +468,7 @@ def keep_many(bundles: Bundles, causes: Iterable[Any], size: int = 1) -> list[Pa
         bundles.keep(
             number,
             outcome=made_by(diagnosis=nanguard.Diagnosis(phase="forward", cause=cause, because="it is so")),
-            window=step_on(torch.ones(size)),
+            pending=step_on(torch.ones(size)),
             history=(),
             model=nn.Linear(1, 1),
         )
@@ -482,8 +482,8 @@ def test_of_one_kind_the_first_are_kept_and_the_rest_thinned(tmp_path: Path, cap
     assert [number for number, path in enumerate(kept, 1) if path] == [*range(1, 11), 30, 100, 121]
     assert bundles.num_left_out == 108
     assert [record.getMessage() for record in caplog.records] == [
-        "10 incidents of one kind are kept, more of it only now and then",
-        "100 incidents were not kept on disk so far; the run log has them",
+        "10 incidents of one kind are saved; of further ones only some",
+        "100 incidents were not saved to disk so far; the run log has them",
     ]
 
 

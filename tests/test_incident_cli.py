@@ -236,7 +236,7 @@ def fail(
         outcome = replace(outcome, diagnosis=None)
     history = [Reading(step=1, epoch=1, batch=1, loss=0.25, norms=(2.0,))]
     kept = Bundles(program.parent / run_dir, capture, precision=precision).keep(
-        1, outcome=outcome, window=window, history=history, model=made.model
+        1, outcome=outcome, pending=window, history=history, model=made.model
     )
     assert kept is not None
     del sys.modules[program.stem]
@@ -269,10 +269,10 @@ def test_a_line_that_has_changed_is_not_shown(program: Path) -> None:
     path = fail(program)
     program.write_text(PROGRAM.replace("energy = torch.log(", "energy = torch.log1p("))
     told = run("explain", path).stdout
-    assert "has changed since: line" in told
+    assert "The file has changed since." in told
     assert "log1p" not in told
     program.unlink()
-    assert "is not here to be shown" in run("explain", path).stdout
+    assert "The file cannot be shown here." in run("explain", path).stdout
 
 
 def test_a_run_is_told_in_order_and_the_last_in_full(program: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
     result = run("explain", tmp_path)
     assert (result.exit_code, "no incident was kept" in result.stdout) == (0, True)
     (tmp_path / "run.jsonl").write_text('{"event": "run"}\n{"event": "incident"}\n')
-    assert "tells of 1, which ran with capture='none'" in run("explain", tmp_path).stdout
+    assert "lists 1; the run had capture='none'" in run("explain", tmp_path).stdout
 
 
 def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_weights_and_random_states_are_those_of_the_step(program: Path) -> None:
     result = run("replay", light, "--entry", f"{program}:drawing")
     assert result.exit_code == 1
     assert "NOT reproduced: the step is finite here" in result.stdout
-    assert "those that the entry gives are used" in result.stdout
+    assert "those of the entry are used" in result.stdout
     assert "with capture='full'" in result.stdout
     unlucky = next(seed for seed in range(20_000) if _first_draw(seed) > 0.999)
     drawn = fail(program, "drawing", "drawn", seed=unlucky)
@@ -477,7 +477,7 @@ def test_without_a_batch_the_entry_gives_it_or_it_cannot_be_run(program: Path) -
     path = fail(program, capture="meta")
     result = run("replay", path, "--entry", f"{program}:build")
     assert result.exit_code == 0
-    assert "batch 2 of those that the entry gives is used" in result.stdout
+    assert "batch 2 of the entry is used" in result.stdout
     result = run("replay", path, "--entry", f"{program}:fixed")
     assert result.exit_code == 2
     assert "holds no batch" in result.stderr
@@ -514,7 +514,7 @@ def test_as_json_the_answer_is_one_object(program: Path) -> None:
         ("nowhere.at.all:build", "there is no module 'nowhere'"),
         ("{file}:bild", "no function 'bild'; there are build"),
         ("{file}:not_a_function", "has no function 'not_a_function'"),
-        ("{file}:needs", "it needs a, b, and can be called as build() or build(seed) only"),
+        ("{file}:needs", "it needs a, b, but can only be called as build() or build(seed)"),
         ("{file}:raises", "raises() raised RuntimeError: no data here (program_"),
         ("{file}:leaves", "raised SystemExit: 3"),
         ("{file}:wrong_number", "it returned 5 values"),
@@ -523,7 +523,7 @@ def test_as_json_the_answer_is_one_object(program: Path) -> None:
         ("{file}:nothing", "a NoneType without model"),
         ("{file}:smaller", "out.weight is [2, 8] there and [1, 8] in the bundle"),
         ("{file}:bad_step", "the step raised KeyError: 'z' (program_"),
-        ("{file}:drawing", "do not fit the model that the entry gives: weight is not in the bundle"),
+        ("{file}:drawing", "do not fit the model of the entry: weight is not in the bundle"),
         ("broken.py:build", "importing broken.py raised SyntaxError"),
         ("missing.py:build", "importing missing.py raised ModuleNotFoundError: No module named 'nowhere_else'"),
         ("missing:build", "importing missing raised ModuleNotFoundError: No module named 'nowhere_else'"),
@@ -606,7 +606,7 @@ def test_it_stops_in_the_users_frame_at_the_op(program: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     told = result.stdout
-    assert "log has just given a non-finite value" in told
+    assert "log has just returned a non-finite value" in told
     assert f"{program.name}(" in told
     assert "-> energy = torch.log(x.abs().sum(1, keepdim=True))" in told
     assert "torch.Size([6, 8])" in told
@@ -621,7 +621,7 @@ def test_in_backward_it_shows_the_forward_line_as_it_was(program: Path) -> None:
         "replay", path, "--entry", f"{program}:rooted", "--pdb", stdin="p size.tolist()\nup\np sorted(batch)\nq\n"
     )
     assert result.exit_code == 0, result.output
-    assert "the derivative of sqrt, has just given a non-finite gradient" in result.stdout
+    assert "the derivative of sqrt, has just returned a non-finite gradient" in result.stdout
     assert "-> return size.sqrt()" in result.stdout
     assert "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0]" in result.stdout
     assert "['id', 'x', 'y']" in result.stdout

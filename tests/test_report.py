@@ -30,11 +30,11 @@ from nanguard.records.markup import Markup, embedded, tag
 from nanguard.records.steps import Outcome
 from nanguard.report import page
 from nanguard.report.html import story as storied
-from nanguard.report.html.excerpt import excerpt
 from nanguard.report.html.kinds import KINDS, marks_of
 from nanguard.report.html.prose import as_dict, figures, percent, plain_summary
 from nanguard.report.html.series import packed
 from nanguard.report.page import make_report, write_report
+from nanguard.source.excerpt import excerpt
 from reported import (
     header,
     hostile_diagnosis,
@@ -123,7 +123,7 @@ def test_a_run_that_refused_almost_all_of_its_steps_says_so_first(tmp_path: Path
     report = make_report([refused_run(tmp_path)])
     (story,) = report.stories
     sentence = "The last 398 steps in a row were refused: nothing was learned since step 2."
-    assert plain_summary(story).startswith(f"400 steps: 398 skipped, nothing else lost. {sentence} The trouble: ")
+    assert plain_summary(story).startswith(f"400 steps: 398 skipped; all others applied. {sentence} Problem: ")
     assert sentence in Outline(report.html).text
     told = {name: (value, remark) for name, value, remark in figures(story.figures)}
     assert told["skipped"] == ("398", "99.5% of all")
@@ -201,9 +201,9 @@ def test_a_real_run_is_told_from_the_first_sentence_to_the_last_table(run: tuple
     assert report.troubles == ()
     assert (story.figures.steps, story.figures.skipped) == (90, guard.counts["skipped"])
     assert (story.figures.incidents, len(story.faults)) == (len(guard.incidents), 2)
-    assert "90 steps: 5 skipped, nothing else lost." in outline.text
-    assert "The first trouble: overflow of fp16 in attention at step 40 and 3 more times" in outline.text
-    assert "answered by: attention in fp32 from now on." in outline.text
+    assert "90 steps: 5 skipped; all others applied." in outline.text
+    assert "First problem: overflow of fp16 in attention at step 40 and 3 more times" in outline.text
+    assert "Response: attention in fp32 from now on." in outline.text
     for incident in guard.incidents:
         assert f"step {incident.reading.step}" in outline.text
         assert incident.diagnosis is not None
@@ -303,16 +303,16 @@ def test_runs_without_much_to_say(tmp_path: Path) -> None:
         {"event": "end", "time": 1001.0, "steps": 5, "counts": {"applied": 5, "skipped": 0}},
     )
     text = Outline(make_report([healthy]).html).text
-    assert "5 steps, and every one of them counted." in text
-    assert "No incident: every step was finite." in text
+    assert "5 steps, all applied." in text
+    assert "No incidents: every step was finite." in text
     empty = write_log(tmp_path / "empty", header())
     text = Outline(make_report([empty]).html).text
-    assert "No step was heard of." in text
+    assert "No steps are in the log." in text
     halted = [header(), step_line(0, skipped=True), incident_line(1, outcome(0, response="halt", rung=1))]
     text = Outline(make_report([write_log(tmp_path / "halted", *halted)]).html).text
     assert "Training halted at step 0." in text
     going = write_log(tmp_path / "going", header(), step_line(0))
-    assert "The log has no end: the run is still going, or was stopped." in Outline(make_report([going]).html).text
+    assert "The log has no end: the run is still going or was stopped." in Outline(make_report([going]).html).text
 
 
 @pytest.mark.usefixtures("no_plotly")
@@ -479,7 +479,7 @@ def test_a_run_that_was_moved_still_has_its_incidents(run: tuple[Path, nanguard.
     shutil.rmtree(moved / "incidents")
     lines = (moved / "run.jsonl").read_text().replace(str(run[0]), "/gone")
     (moved / "run.jsonl").write_text(lines)
-    assert "/gone/incidents/0001 is not here any more." in Outline(make_report([moved]).html).text
+    assert "/gone/incidents/0001 no longer exists." in Outline(make_report([moved]).html).text
 
 
 @pytest.mark.usefixtures("no_plotly")

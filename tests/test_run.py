@@ -299,7 +299,7 @@ def test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so(ending: 
     assert last.startswith("nanguard: 106 steps, 101 not applied, halted")
     kept = list((tmp_path / "nanguard-runs" / "train" / "incidents").iterdir())
     assert 10 <= len(kept) <= 20
-    assert f"{101 - len(kept)} of 101 incidents not kept on disk" in last
+    assert f"{101 - len(kept)} of 101 incidents not saved to disk" in last
     lines = [f"    {line}" for line in textwrap.dedent(NEVER_AGAIN).strip().splitlines()]
     caught = "\n".join(["try:", *lines, "except ArithmeticError:", "    print('caught')", ending])
     ended = done(*NANGUARD, script(tmp_path, caught, "catches.py"), cwd=tmp_path)

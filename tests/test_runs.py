@@ -193,7 +193,7 @@ class TestNotARunLog:
     )
     def test_anything_else(self, content: bytes, tmp_path: Path) -> None:
         (tmp_path / "run.jsonl").write_bytes(content)
-        with pytest.raises(RunLogError, match=r"run.jsonl is no run log that nanguard wrote: "):
+        with pytest.raises(RunLogError, match=r"run.jsonl is not a run log that nanguard wrote: "):
             read_run(tmp_path)
 
     def test_the_error_is_of_the_family(self) -> None:

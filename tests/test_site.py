@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import nanguard
+import nanguard.records
 from nanguard.diagnosis.causes import TABLE, row_of
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +122,11 @@ def test_the_api_page_has_every_public_name() -> None:
     named = set(re.findall(r"^<!-- api: nanguard\.(\w+) -->$", text, re.MULTILINE))
     assert named == set(nanguard.__all__) - {"__version__"}
     assert "`nanguard.__version__`" in text
+
+
+def test_the_api_page_has_every_record() -> None:
+    named = re.findall(r"^<!-- api: nanguard\.records\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(nanguard.records.__all__) - {"Diagnosis"}), "Diagnosis is nanguard.Diagnosis"
 
 
 # ---- the site --------------------------------------------------------------------------------------------------------

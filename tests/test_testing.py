@@ -363,7 +363,7 @@ def test_an_input_that_is_not_there_is_an_error_that_lists_those_that_are() -> N
 def test_integers_cannot_be_hit_and_the_error_says_what_to_do() -> None:
     with (
         inject(nn.Embedding(9, 2), Fault(into="input", steps=(0,))) as injector,
-        pytest.raises(RuntimeError, match="integers cannot be hit, so choose a later activation"),
+        pytest.raises(RuntimeError, match="faults cannot go into integers, so choose a later activation"),
     ):
         injector._model(IDS)
 

@@ -181,7 +181,7 @@ class TestFollowing:
 
     def test_what_is_no_log_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "run.jsonl").write_text("hello\n")
-        with pytest.raises(RunLogError, match="is no run log that nanguard wrote: line 1: it is torn, or no JSON"):
+        with pytest.raises(RunLogError, match="is not a run log that nanguard wrote: line 1: it is torn, or no JSON"):
             Follower(tmp_path).poll()
 
 
@@ -319,7 +319,7 @@ class TestOnce:
         assert told.exit_code == 2
         assert isinstance(told.exception, SystemExit)
         words = json.loads(told.stdout)["error"] if "--json" in command else told.stderr
-        assert "is no run log that nanguard wrote: line 1" in words
+        assert "is not a run log that nanguard wrote: line 1" in words
         assert "Traceback" not in told.output
         assert run_cli(tmp_path / "none", "--once").exit_code == 2
 

@@ -1,10 +1,10 @@
 """What nanguard raises.
 
     NanguardError
-    ├── NonFiniteError    the policy says to halt; nothing is corrupted
-    ├── ProtocolError     calls came in the wrong order
-    ├── BundleError       a folder is not an incident written by nanguard, or is incomplete
-    ├── RunLogError       a file is not a run log written by nanguard, or cannot be read
+    ├── NonFiniteError    the policy halts training; nothing is corrupted
+    ├── ProtocolError     methods of the guard were called in the wrong order
+    ├── BundleError       a folder is not an incident that nanguard wrote, or is incomplete
+    ├── RunLogError       a file is not a run log that nanguard wrote, or cannot be read
     ├── LaunchError       the program to run cannot be found
     ├── ReplayError       a saved step could not be run again
     ├── ReportError       a report could not be made or written
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class NanguardError(Exception):
-    """The root of everything nanguard raises on purpose."""
+    """The base class of every error that nanguard raises on purpose."""
 
 
 class NonFiniteError(NanguardError, ArithmeticError):
     """A step was non-finite and the policy says to halt.
 
-    Raised with weights, optimizer state, buffers and schedule as they were before that step. If these were damaged by
-    then, the newest good snapshot has been put back; if there is none, the message says so. ``incident`` is the record
-    of it.
+    Weights, optimizer state, buffers and schedule are as they were before that step. If they were damaged already, the
+    newest good snapshot has been restored; if there is none, the message says so. ``incident`` is the record of the
+    step.
     """
 
     def __init__(self, message: str, incident: Incident) -> None:
@@ -42,19 +42,19 @@ class NonFiniteError(NanguardError, ArithmeticError):
 
 
 class ProtocolError(NanguardError, RuntimeError):
-    """Calls came in the wrong order; the message names both."""
+    """Methods were called in the wrong order. The message names both calls."""
 
 
 class BundleError(NanguardError, ValueError):
-    """Something is no incident that nanguard wrote, or not all of one. The message says what, where and why."""
+    """A folder is not an incident that nanguard wrote, or is incomplete. The message says what, where and why."""
 
 
 class RunLogError(NanguardError, ValueError):
-    """Something is no run log that nanguard wrote, or cannot be read. The message says what, where and why."""
+    """A file is not a run log that nanguard wrote, or cannot be read. The message says what, where and why."""
 
 
 class LaunchError(NanguardError):
-    """There is no such program to run. The message says what was looked for."""
+    """The program to run cannot be found. The message says where nanguard looked."""
 
 
 class ReplayError(NanguardError):

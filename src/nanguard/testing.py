@@ -1,7 +1,7 @@
-"""Fault injection for anyone's training loop: prove that a NaN, an Inf or a flipped bit does no harm.
+"""Fault injection for any training loop: prove that a NaN, an Inf or a flipped bit does no harm.
 
-Faults are decided by their own seed alone: no random number generator is touched, and a step that is run
-again meets the same faults. Nothing here needs a guard, a GPU or a change to the model.
+Faults depend only on their own seed: no random number generator is used, and a step that is run again gets the
+same faults. This needs no guard, no GPU and no change to the model.
 
     >>> import torch
     >>> from nanguard.testing import Fault, inject
@@ -48,16 +48,19 @@ class Fault:
 
     into: "input", the first floating tensor in the arguments of the outermost module, in a copy;
         "activation", the output of the module `name`; "gradient", that of the parameter `name`, before it is
-        accumulated or reduced between ranks; "weight", "buffer" and "optimizer_state", in place, at the start
+        accumulated or averaged between ranks; "weight", "buffer" and "optimizer_state", in place, at the start
         of the step; "loss", what `Injector.loss` is given.
-    name: "fc.weight"; of optimizer state "fc.weight.exp_avg"; of an input None, or a key or path ("0.image").
+    name: as in "fc.weight"; for optimizer state as in "fc.weight.exp_avg"; for an input None, a key or a path
+        ("0.image").
     value: "nan", "inf", "-inf", "huge" (a tenth of the largest finite number), "bitflip" (of the top exponent
         bit; "bitflip:0" of the lowest bit), or a number.
     ranks: None for all. Without torch.distributed the rank is 0.
-    probability: decided at each step by (seed, step, rank) alone: faults with one seed fire together.
-    times: how often at most; 1 is a transient glitch, whose replay is clean. None for every time its step is
-        computed; into weights, buffers and optimizer state, once for each step number.
-    element: flat index of the element hit (of the values, in a sparse gradient); None draws it from the seed.
+    probability: of firing at a step. It depends only on (seed, step, rank), so faults with the same seed fire
+        together.
+    times: the maximum number of times it fires; 1 is a transient fault, whose replay is clean. None for every
+        time its step is computed; for weights, buffers and optimizer state, once for each step number.
+    element: flat index of the element to overwrite (in a sparse gradient, of its values); None draws it from the
+        seed.
     """
 
     into: str
@@ -91,7 +94,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Fired:
-    """A fault that was really injected. `name` is spelled as in the model; of an input, its path."""
+    """A fault that was injected. `name` is spelled as in the model; for an input it is the path."""
 
     fault: Fault
     step: int
@@ -105,27 +108,27 @@ def inject(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     clock: Callable[[], int] | None = None,
 ) -> Injector:
-    """Return a context manager that injects `faults` into `target` while open, and leaves no hook behind.
+    """Return a context manager that injects `faults` into `target` while open, and removes its hooks on exit.
 
-    `target` is the outermost module, or an object with `model`, `optimizers` and `current_step`, as a Guard
-    is. For a module, `clock()` gives the number of the step being computed; without a clock it is the number
-    of forward passes so far, in training mode with gradients enabled, from 0, and a backward pass belongs to
-    the forward pass before it. Other passes are never hit. Names may have the prefixes of DDP and
-    torch.compile or not; a compiled `target` is compiled anew. Injecting does not sync, except into a sparse
-    gradient on CUDA. What cannot be hit is not in `fired`: a tensor without elements, or a gradient under
-    FSDP, which hands none to hooks on parameters.
+    `target` is the outermost module, or an object with `model`, `optimizers` and `current_step`, such as a
+    Guard. For a module, `clock()` returns the number of the current step. Without a clock, it is the number of
+    forward passes so far in training mode with gradients enabled, from 0; a backward pass belongs to the
+    forward pass before it. Other passes are never changed. Names may have the prefixes of DDP and
+    torch.compile or not; a compiled `target` is compiled again. Injecting does not sync, except into a sparse
+    gradient on CUDA. Faults that cannot be injected are not in `fired`: into a tensor without elements, or
+    into a gradient under FSDP, which does not call hooks on parameters.
     """
     if isinstance(target, nn.Module):
         given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
         return Injector(target, faults, lambda: given, clock)
     fits = all(hasattr(target, key) for key in ("model", "optimizers", "current_step"))
-    _check(fits, f"target={target!r}", "a torch.nn.Module, or what has model, optimizers and current_step")
-    _check((optimizer or clock) is None, "optimizer or clock", "neither, as this target has its own")
+    _check(fits, f"target={target!r}", "a torch.nn.Module, or an object with model, optimizers and current_step")
+    _check((optimizer or clock) is None, "optimizer or clock", "neither, because this target has its own")
     return Injector(target.model, faults, lambda: target.optimizers, lambda: target.current_step)
 
 
 class Injector:
-    """What `inject` returns, to be opened by `with`. `fired` lists what was injected, also after exit."""
+    """Returned by `inject`; open it with `with`. `fired` lists what was injected, also after exit."""
 
     def __init__(self, model: nn.Module, faults: Sequence[Fault], optimizers: Any, clock: Any) -> None:
         self._model, self._optimizers, self._clock = model, optimizers, clock
@@ -134,10 +137,10 @@ class Injector:
         self._faults = [(fault, self._place(fault)) for fault in faults]
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` hit by the faults of this step, still connected to its graph. Does not sync.
+        """Return `loss` with the faults of this step, still connected to its graph. Does not sync.
 
-        Gradients are multiplied by what the loss was multiplied by: a non-finite loss has non-finite ones.
-        A loss that requires no gradient, and any loss after exit, is returned as it is.
+        Gradients are multiplied by the same factor as the loss: a non-finite loss has non-finite gradients.
+        A loss that requires no gradient, and any loss after exit, is returned unchanged.
         """
         is_trained_on = torch.is_grad_enabled() and loss.requires_grad
         for fault, _ in self._due("loss") if is_trained_on else ():
@@ -150,7 +153,7 @@ class Injector:
         return loss
 
     def __enter__(self) -> Injector:
-        # Ahead of other hooks: FSDP's swaps the parameters, and who watches a module is to see the fault.
+        # Before other hooks: FSDP swaps the parameters in one, and observers of a module must see the fault.
         model, keep = self._model, self._handles.append
         keep(model.register_forward_pre_hook(_Hook(self._begin), prepend=True, with_kwargs=True))
         if any(_compat.compiled_module(module) is not None for module in model.modules()):
@@ -170,7 +173,7 @@ class Injector:
         self._handles = []
 
     def _place(self, fault: Fault) -> str:
-        """The name of the fault's place as the model spells it; ValueError if there is none."""
+        """The name of the target of a fault as the model spells it; ValueError if there is none."""
         name, into, key = fault.name or "", fault.into, ""
         if into in ("input", "loss"):
             return name
@@ -201,7 +204,7 @@ class Injector:
         return [(fault, name) for fault, name in self._faults if fault.into in places and self._is_due(fault)]
 
     def _is_due(self, fault: Fault) -> bool:
-        """Whether the fault fires now: decided by the step, the rank, the seed, and when it fired before."""
+        """Whether the fault fires now, by step, rank, seed, and when it fired before."""
         step, rank = self._now()
         is_here = bool(self._handles) and step >= 0 and (fault.ranks is None or rank in fault.ranks)
         fired = [each.step for each in self.fired if each.fault is fault]
@@ -211,16 +214,16 @@ class Injector:
         return is_here and not is_spent and (step in fault.steps or is_drawn)
 
     def _write_(self, fault: Fault, tensor: Tensor, name: str) -> None:
-        """Write the fault into `tensor` and note it. Autograd is not told, as of any fault: hence .data."""
+        """Write the fault into `tensor` and record it. Uses .data because autograd must not notice a fault."""
         step, rank = self._now()
-        cells: Tensor = getattr(tensor.data, "to_local", lambda: tensor.data)()  # of a DTensor, the own shard
+        cells: Tensor = getattr(tensor.data, "to_local", lambda: tensor.data)()  # the local shard of a DTensor
         if (numel := cells.numel()) == 0:
             return
         if fault.element != "all":
             index = _draw(fault.seed, step, rank, "where") % numel if fault.element is None else fault.element
             if index >= numel:
                 raise self._missing(f"element {index} of {name!r}", f"it has {numel} elements")
-            for dim in reversed(range(cells.dim())):  # one by one, as strides may forbid a flat view
+            for dim in reversed(range(cells.dim())):  # one by one, because strides may not allow a flat view
                 index, at = divmod(index, cells.shape[dim])
                 cells = cells.select(dim, at)
         _overwrite_(cells, fault.value)
@@ -239,7 +242,7 @@ class Injector:
         return tuple(inputs[i] for i in range(len(args))), {key: inputs[key] for key in kwargs}
 
     def _stored(self, fault: Fault, name: str) -> Tensor:
-        """The weight, buffer or state that is in place now, which may not be the one of the start."""
+        """The current weight, buffer or state, which may have been replaced since the start."""
         if fault.into == "weight":
             return self._model.get_parameter(name)
         if fault.into == "buffer":
@@ -250,16 +253,16 @@ class Injector:
             state.update(optimizer.state.get(parameter, {}))
         if isinstance(found := state.get(key), Tensor) and found.is_floating_point():
             return found
-        why = f"there are {list(state)}" if state else "optimizer.step() makes it, so choose a later step"
+        why = f"there are {list(state)}" if state else "optimizer.step() creates it, so choose a later step"
         raise self._missing(f"floating optimizer state {key!r} of {name!r}", why)
 
     def _activation(self, fault: Fault, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        # The outermost module decides: frozen parts are in eval mode, checkpointed ones run under no_grad.
+        # Ask the outermost module: frozen parts are in eval mode, checkpointed ones run under no_grad.
         fires = self._in_training and self._model.training and self._is_due(fault)
         return self._replaced(fault, name, output) if fires else None
 
     def _replaced(self, fault: Fault, name: str, tree: Any) -> Any:
-        """A copy of `tree` whose first floating tensor (in an input, with the name in its path) is hit."""
+        """A copy of `tree` with the fault in its first floating tensor (in an input, with the name in its path)."""
         is_input, paths = fault.into == "input", list[str]()
 
         def hit(path: str, tensor: Tensor) -> Tensor | None:
@@ -270,7 +273,7 @@ class Injector:
             return clone
 
         if (replaced := _first_replaced(tree, hit)) is None:
-            why = f"there are {paths}" if paths else "integers cannot be hit, so choose a later activation"
+            why = f"there are {paths}" if paths else "faults cannot go into integers, so choose a later activation"
             raise self._missing(f"floating tensor for {fault.into} {name!r}", why)
         return replaced
 
@@ -284,7 +287,7 @@ class Injector:
 
 
 class _Hook:
-    """A module hook that torch.compile calls, not traces, and that copies of the model do not inherit."""
+    """A module hook that torch.compile calls without tracing, and that copies of the model do not inherit."""
 
     def __init__(self, call: Any = lambda *args: None) -> None:
         disable: Any = torch.compiler.disable
@@ -307,13 +310,13 @@ def _ints(least: int, given: object) -> bool:
 
 
 def _draw(seed: int, step: int, rank: int, what: str) -> int:
-    """A number below 2**53 made of the arguments alone, the same on every machine."""
+    """A number below 2**53 that depends only on the arguments, the same on every machine."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 11
 
 
 def _resolve(kind: str, name: str, names: list[str]) -> str:
-    """Which of `names` is `name`, wrappers aside; of a wrapper and what it wraps, the wrapper."""
+    """Which of `names` equals `name` without prefixes of wrappers. A wrapper comes before what it wraps."""
     plain = {full: _WRAPPERS.sub("", full).strip(".") for full in (name, *names)}
     same = [name] if name in names else [full for full in names if plain[full] == plain[name]]
     close = difflib.get_close_matches(plain[name], [plain[full] for full in names], cutoff=0.5)
@@ -322,7 +325,7 @@ def _resolve(kind: str, name: str, names: list[str]) -> str:
 
 
 def _first_replaced(tree: Any, hit: Callable[[str, Tensor], Tensor | None], path: str = "") -> Any:
-    """A copy of `tree` with the first floating tensor that `hit` replaces replaced; None if there is none."""
+    """A copy of `tree` with the first floating tensor that `hit` replaces; None if there is none."""
     if isinstance(tree, Tensor):
         return hit(path[1:], tree) if tree.is_floating_point() and tree.numel() > 0 else None
     is_list = isinstance(tree, (list, tuple))

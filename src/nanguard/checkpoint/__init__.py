@@ -1,4 +1,4 @@
-"""Says whether a checkpoint is clean: ``check(path)`` from Python, ``nanguard check`` on the command line."""
+"""Checks checkpoints for NaN and Inf: ``check(path)`` in Python, ``nanguard check`` on the command line."""
 
 from nanguard.checkpoint.checker import check
 from nanguard.checkpoint.findings import CheckReport, FileReport, NumberReport, TensorReport

@@ -1,4 +1,4 @@
-"""Finds out what a path is, by what it holds rather than by its name, and looks at every tensor in it."""
+"""Detects the format of a checkpoint by its contents, not its name, and checks every tensor in it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from nanguard.checkpoint.torchfile import PICKLE, ZIP, open_torch
 from nanguard.checkpoint.values import count, local, num_values, skip_reason
 
 OnProgress = Callable[[str, int, int], None]
-"""Told a file's path, how many of its values are done, and how many there are."""
+"""Called with the path of a file, the number of values done, and the total."""
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".safetensors"}
 _INDEX = ".index.json"
-_LONGEST_HEADER = 100_000_000  # the limit of the safetensors format; JSON read as a number is above it
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors format; the bytes of JSON read as a number exceed it
 _WITHOUT_NAN = {"F4", "F6_E2M3", "F6_E3M2"}  # dtypes of safetensors that cannot hold NaN or Inf; torch may lack them
-# Trainers put these next to the weights: settings and random states, as objects that only running code would read.
+# Trainers save these next to the weights: settings and random states as objects that need code to be read.
 _NO_WEIGHTS = ("training_args.bin", "rng_state*.pth", "random_states_*")
-# What a run keeps of a step that was not finite: its batch is bad, and is kept because it is.
+# Files of a saved incident. Its batch is expected to be non-finite.
 _INCIDENT, _KEPT = "incident.json", "tensors.safetensors"
 
 
 def check(
     path: str | os.PathLike[str], *, allow: Iterable[str] = (), progress: OnProgress | None = None
 ) -> CheckReport:
-    """Looks for NaN and Inf in the checkpoint at ``path``: a file, an index of shards, or a folder of any of these.
+    """Looks for NaN and Inf in the checkpoint at ``path``: a file, an index of shards, or a folder of these.
 
-    Never runs what a file holds, and never raises because of it: what cannot be read is in the report. Tensors whose
-    names match a pattern of ``allow`` (as in ``"*.mask"``) may hold what they like.
+    Never runs code from a file, and never raises because of its contents: what cannot be read is in the report. Tensors
+    whose names match a pattern of ``allow`` (as in ``"*.mask"``) may contain non-finite values.
     """
     if isinstance(allow, str):
         raise ValueError(f"allow={allow!r}: a list of patterns is accepted, as in allow=[{allow!r}]")
@@ -48,7 +48,7 @@ def check(
 
 
 def _find(path: Path) -> tuple[list[Path], list[Path]]:
-    """What to check at this path, one by one, and what was passed over."""
+    """The files to check at this path, and those that are not checked."""
     if not path.is_dir() or _is_distributed(path):
         return [path], []
     found: list[Path] = []
@@ -82,7 +82,7 @@ def _shards_of(index: Path) -> set[Path]:
 
 
 def _check_file(path: Path, allow: Sequence[str], progress: OnProgress) -> FileReport:
-    """Opens a file and its shards one after the other, so that no more than one is in memory."""
+    """Opens a file or its shards one by one, so that only one is in memory."""
     kind = ""
     tensors: list[TensorReport] = []
     numbers: list[NumberReport] = []
@@ -102,8 +102,8 @@ def _check_file(path: Path, allow: Sequence[str], progress: OnProgress) -> FileR
                     problems.append(f"{entry.name}: {_reason(error)}")
     except (OSError, Unreadable) as error:
         problems.append(_reason(error))
-    except Exception as error:  # what a hostile file can make fail is not to be foreseen
-        problems.append(f"damaged, or made to mislead ({type(error).__name__}: {error})")
+    except Exception as error:  # a hostile file can raise anything
+        problems.append(f"damaged or malicious ({type(error).__name__}: {error})")
     return FileReport(
         path=str(path),
         format=kind or "unknown",
@@ -114,7 +114,7 @@ def _check_file(path: Path, allow: Sequence[str], progress: OnProgress) -> FileR
 
 
 class _Meter:
-    """Adds up what is done, and passes it on."""
+    """Sums up the values done and reports them."""
 
     def __init__(self, path: Path, source: OpenedFile, progress: OnProgress) -> None:
         self._path, self._progress = str(path), progress
@@ -136,8 +136,8 @@ def _look(entry: Entry, allow: Sequence[str], tick: Callable[[int], None]) -> Te
         skipped = skip_reason(tensor)
         try:
             counts += Counter(num_values=num_values(tensor)) if skipped else count(tensor, tick)
-        except Exception as error:  # torch has kinds of tensors that most operations do not take
-            raise Unreadable(f"cannot be looked into ({type(error).__name__}: {error})") from None
+        except Exception as error:  # most operations do not support some kinds of tensors
+            raise Unreadable(f"cannot be checked ({type(error).__name__}: {error})") from None
     if not entry.parts:
         counts["num_values"] = entry.num_values
     return TensorReport(
@@ -163,12 +163,12 @@ def _reason(error: OSError | Unreadable) -> str:
 
 def _open(path: Path) -> Iterator[OpenedFile]:
     if path.is_dir():
-        os.listdir(path)  # raises where the folder may not be read
+        os.listdir(path)  # raises if the folder may not be read
         if not _is_distributed(path):
             suffixes = ", ".join(sorted(_SUFFIXES))
             raise Unreadable(
-                f"no checkpoint in this folder: nothing that ends in {suffixes}. Kept incidents, settings and random "
-                "states do not count; name one to check it"
+                f"no checkpoint in this folder: no file ends in {suffixes}. Saved incidents, settings and random "
+                "states are not checked unless you name them"
             )
         yield open_distributed(path)
     elif path.name == ".metadata" and path.is_file():
@@ -188,7 +188,7 @@ def _open_file(path: Path) -> Iterator[OpenedFile]:
         head = file.read(512)
     if not head:
         raise Unreadable("empty: 0 bytes")
-    # This one first: the length that begins it may look like the first bytes of something else.
+    # Safetensors first: its leading length may look like the first bytes of another format.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _LONGEST_HEADER:
         yield _open_safetensors(path)
     elif head.startswith((ZIP, PICKLE)):
@@ -200,7 +200,7 @@ def _open_file(path: Path) -> Iterator[OpenedFile]:
     elif path.suffix == ".safetensors":
         raise Unreadable("truncated or damaged: it does not begin as a safetensors file does")
     else:
-        raise Unreadable("not a checkpoint that nanguard knows, or damaged from its first bytes on")
+        raise Unreadable("not a checkpoint format that nanguard knows, or damaged")
 
 
 def _open_safetensors(path: Path) -> OpenedFile:
@@ -215,7 +215,7 @@ def _open_safetensors(path: Path) -> OpenedFile:
     def fetch(name: str) -> Any:
         try:
             return file.get_tensor(name)
-        except Exception as error:  # a dtype that this torch does not have is reported in many ways
+        except Exception as error:  # an unknown dtype raises different errors
             raise Unreadable(f"cannot be read by this torch ({type(error).__name__}: {error})") from None
 
     for name in file.keys():  # noqa: SIM118, this is no dict
@@ -236,7 +236,7 @@ def _open_safetensors(path: Path) -> OpenedFile:
 
 
 def _open_index(path: Path) -> Iterator[OpenedFile]:
-    """The shards of an index as Hugging Face writes it, one by one."""
+    """The shards of a Hugging Face index, one by one."""
     shards: dict[str, set[str]] = {}
     for name, shard in _weight_map(path).items():
         shards.setdefault(shard, set()).add(name)
@@ -262,4 +262,4 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Unreadable('JSON, but not an index of shards: no "weight_map" in it, or damaged') from None
+        raise Unreadable('JSON, but not an index of shards: it has no "weight_map", or is damaged') from None

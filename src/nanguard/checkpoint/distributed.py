@@ -1,7 +1,7 @@
-"""Reading a checkpoint of ``torch.distributed.checkpoint``: ``.metadata`` and its shards.
+"""Reads a checkpoint of ``torch.distributed.checkpoint``: ``.metadata`` and its shards.
 
-torch reads ``.metadata`` with plain pickle, which runs whatever the file says. Here an unpickler that knows a dozen
-names reads it, and gives back inert records for all of them.
+torch reads ``.metadata`` with plain pickle, which can run any code. The unpickler here accepts only a dozen names and
+returns inert records for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _METADATA_MODULES = {
 
 
 class _Record:
-    """Stands for any class of the metadata, and keeps its fields."""
+    """Replaces any class of the metadata and keeps its fields."""
 
     kind = ""
 
@@ -58,11 +58,11 @@ class _Record:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Never imports, and never calls anything but the constructors below."""
+    """Never imports, and calls only the constructors below."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _METADATA_MODULES and name in _METADATA_CLASSES:
-            # A class of its own each time: what a file may set on it stays in that file.
+            # A new class each time, so that a file cannot change the class for other files.
             return type(name, (_Record,), {"kind": name})
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
@@ -76,7 +76,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _nothing
         raise Unreadable(
             f".metadata asks for {module}.{name}, which no checkpoint of torch.distributed.checkpoint needs, and which "
-            "could run any code. nanguard did not; do not load this checkpoint unless you trust where it came from"
+            "could run any code. nanguard did not run it. Do not load this checkpoint unless you trust its origin"
         )
 
 
@@ -93,17 +93,17 @@ def _nothing(*_: Any) -> None:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """One for all ranks, or one each; none if the folder is no such checkpoint, or was not written to its end."""
+    """One file for all ranks, or one for each. Empty if this is no such checkpoint or it is incomplete."""
     shared = folder / ".metadata"
     return [shared] if shared.is_file() else sorted(folder.glob("__*.metadata"))
 
 
 def open_distributed(folder: Path) -> OpenedFile:
-    """Reads the small things at once, and each shard of a tensor when its turn comes."""
+    """Reads small objects at once, and each shard of a tensor when it is needed."""
     source = OpenedFile(format="torch.distributed.checkpoint")
     files = metadata_files(folder)
     if not files:
-        raise Unreadable("has no .metadata, which is written last: the checkpoint was not saved to its end")
+        raise Unreadable("has no .metadata, which is written last: the checkpoint was not completely saved")
     parts: dict[str, list[Callable[[], Tensor]]] = {}
     described: dict[str, _Record] = {}
     for file in files:
@@ -142,13 +142,13 @@ def _read_metadata(file: Path) -> tuple[dict[str, _Record], list[tuple[str, _Rec
         stored = [(str(index.get("fqn")), place) for index, place in metadata.get("storage_data").items()]
     except (OSError, Unreadable):
         raise
-    except Exception as error:  # a damaged pickle can fail in any way there is
+    except Exception as error:  # a damaged pickle can raise anything
         raise Unreadable(f"{file.name} is truncated or damaged ({type(error).__name__})") from None
     return tensors, stored
 
 
 def _open_shard(folder: Path, place: Any) -> Callable[[], IO[bytes]]:
-    """A function that opens the piece of a file where a shard lies."""
+    """A function that opens the part of a file that contains a shard."""
 
     def shard() -> IO[bytes]:
         try:
@@ -164,7 +164,7 @@ def _open_shard(folder: Path, place: Any) -> Callable[[], IO[bytes]]:
             raise Unreadable(f"its shard {path} is missing")
         size = file.stat().st_size
         if not 0 <= offset <= offset + length <= size:
-            raise Unreadable(f"its shard {path} is truncated: {size:,} bytes, where {offset + length:,} should be")
+            raise Unreadable(f"its shard {path} is truncated: {size:,} bytes instead of {offset + length:,}")
         return cast(IO[bytes], io.BufferedReader(_Slice(file, offset, length), 1 << 20))
 
     return shard
@@ -174,17 +174,17 @@ def _tensor(shard: Callable[[], IO[bytes]]) -> Tensor:
     with shard() as file:
         value = load(file)
     if not isinstance(value, Tensor):
-        raise Unreadable(f"its shard holds {type(value).__name__} where .metadata speaks of a tensor")
+        raise Unreadable(f"its shard contains {type(value).__name__}, but .metadata says it is a tensor")
     return value
 
 
 def is_inside(folder: Path, relative: Path) -> bool:
-    """Whether a name that a file gave stays in its folder. Links are the user's own business."""
+    """Whether a path from a file stays inside its folder. Symbolic links are allowed."""
     return not relative.is_absolute() and ".." not in relative.parts
 
 
 class _Slice(io.RawIOBase):
-    """A piece of a file as a file of its own, so that a shard need not be copied to be read."""
+    """A part of a file as a file object, so that a shard can be read without a copy."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._file = path.open("rb", buffering=0)

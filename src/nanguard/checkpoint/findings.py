@@ -1,4 +1,4 @@
-"""What was found in a checkpoint: ``CheckReport ► FileReport ► TensorReport``. Frozen, and free of tensors."""
+"""The results of a check: ``CheckReport ► FileReport ► TensorReport``. Frozen, without tensors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Note = Literal["zero", "subnormal", "over_fp16", "under_fp16", "over_bf16"]
-"""Worth knowing, and no fault: a note never changes a verdict."""
+"""Information, not a fault: a note never changes a verdict."""
 
 SHARE = 0.01
-"""From this share of the non-zero values on, subnormal and vanishing values are worth a note.
+"""From this share of the non-zero values on, subnormal and vanishing values are noted.
 
-Weights drawn with a standard deviation of 0.02 have 0.2% subnormal values in fp16, and none in bf16 or fp32: below one
-in a hundred it is the tail that every tensor has.
+Weights with a standard deviation of 0.02 have 0.2% subnormal values in fp16, and none in bf16 or fp32. A share below
+1% is the normal tail of a distribution.
 """
 
-# Values that begin as zeros and may stay so. A zero weight matrix is odd; a zero bias or a fresh moment is not.
+# Values that start as zeros and may stay zero. A zero weight matrix is unusual; a zero bias is not.
 _BORN_ZERO = re.compile(r"(bias|beta|running_mean|lora_[bB](\.\w+)*|zero_?point)s?$")
-# The state of an optimizer: moments begin as zeros, the step count passes 65504, and squares of gradients lie below
-# what fp16 holds. Nobody loads them in fp16, so zeros and range say nothing here.
+# The state of an optimizer: moments start as zeros, the step count exceeds 65504, and squared gradients are below the
+# range of fp16. They are never loaded in fp16, so zeros and range are not noted.
 _OPTIMIZER = re.compile(
     r"(^|[._])(optim|optimizers?|optimizer_states?|optimizer_state_dict)\.|(^|\.)state\.\d+\."
     r"|\.(step|(max_)?exp_avg(_sq)?|momentum_buffer|square_avg|grad_avg|acc_delta|exp_inf)$"
@@ -29,11 +29,11 @@ _OPTIMIZER = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorReport:
-    """What one tensor holds. ``skipped`` says why it was not looked into (integers, no data), else it is None.
+    """The counts of one tensor. ``skipped`` says why it was not checked (integers, no data), else it is None.
 
-    ``num_subnormal`` counts values too small for full precision in their own dtype (not for float8, whose everyday
-    values are such); ``num_under_fp16`` those that fp16 rounds to zero. The three range counts are for dtypes that
-    reach beyond fp16. The parts of a complex number count one by one.
+    ``num_subnormal`` counts values too small for full precision in their dtype (not in float8, where they are common),
+    ``num_under_fp16`` those that fp16 rounds to zero. The three range counts are for dtypes with a larger range than
+    fp16. A complex number counts as two values.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TensorReport:
 
     @property
     def faulty(self) -> bool:
-        """Whether it holds a non-finite value that nobody allowed."""
+        """Whether it has a non-finite value that is not allowed."""
         return self.num_nonfinite > 0 and not self.allowed
 
     @property
@@ -80,7 +80,7 @@ class TensorReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberReport:
-    """A Python or NumPy number that is not finite, such as a learning rate."""
+    """A non-finite Python or NumPy number, such as a learning rate."""
 
     name: str
     value: float
@@ -88,15 +88,15 @@ class NumberReport:
 
     @property
     def faulty(self) -> bool:
-        """NaN always is. Inf only among an optimizer's options: elsewhere it is how "the best loss so far" begins."""
+        """True for NaN, and for Inf in the options of an optimizer. Elsewhere Inf is a usual start for a best loss."""
         return not self.allowed and (math.isnan(self.value) or "param_groups" in self.name.split("."))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileReport:
-    """What one file, or one set of shards, holds. ``problems`` say what could not be read, and what to do about it.
+    """The result for one file or one set of shards. ``problems`` say what could not be read and what to do.
 
-    With problems, ``tensors`` are those that could be read all the same. ``path`` is as it was given.
+    If there are problems, ``tensors`` are those that could still be read. ``path`` is as given.
     """
 
     path: str
@@ -107,19 +107,19 @@ class FileReport:
 
     @property
     def clean(self) -> bool:
-        """Whether all of it could be read and none of it is faulty."""
+        """Whether everything could be read and nothing is faulty."""
         return self.status == 0
 
     @property
     def status(self) -> int:
-        """0: clean, 1: non-finite values, 2: could not be read, or not all of it."""
+        """0: clean, 1: non-finite values, 2: something could not be read."""
         if self.problems:
             return 2
         return int(any(t.faulty for t in self.tensors) or any(n.faulty for n in self.numbers))
 
     @property
     def nonfinite(self) -> tuple[TensorReport, ...]:
-        """The tensors at fault, the ones with most non-finite values first."""
+        """The faulty tensors, those with the most non-finite values first."""
         return tuple(sorted((t for t in self.tensors if t.faulty), key=lambda t: -t.num_nonfinite))
 
     @property
@@ -128,7 +128,7 @@ class FileReport:
 
     @property
     def num_values(self) -> int:
-        """How many values were looked at."""
+        """How many values were checked."""
         return sum(t.num_values for t in self.tensors if t.skipped is None)
 
     @property
@@ -150,13 +150,13 @@ class FileReport:
             bad.append(f"{len(tensors):,} of {total} {verb} non-finite values")
         if numbers:
             bad.append(f"{_count(len(numbers), 'number')} {'is' if len(numbers) == 1 else 'are'} non-finite")
-        unread = "" if not self.problems else "unreadable in part" if self.tensors else "unreadable"
+        unread = "" if not self.problems else "partly unreadable" if self.tensors else "unreadable"
         if bad:
             return "; ".join(filter(None, [f"NOT clean: {' and '.join(bad)}", unread]))
         return unread or f"clean: {total}, {short_number(self.num_values)} value{'' if self.num_values == 1 else 's'}"
 
     def as_dict(self, *, everything: bool = False) -> dict[str, Any]:
-        """Plain containers, numbers and strings; JSON-safe. Tensors that are neither faulty nor noted: on demand."""
+        """JSON-safe containers, numbers and strings. With ``everything``, also tensors without faults or notes."""
         told = [t for t in self.tensors if everything or t.num_nonfinite or t.notes]
         return {
             "path": self.path,
@@ -182,7 +182,7 @@ class FileReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """What was found at one path: one file, or all those in a folder."""
+    """The result for one path: one file, or all files in a folder."""
 
     path: str
     files: tuple[FileReport, ...]

@@ -1,4 +1,4 @@
-"""What a reader hands over: the tensors of one file by name, each fetched when its turn comes."""
+"""The tensors of one opened file by name. Each is loaded when it is needed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nanguard.checkpoint.standins import Standin
 
 
 class Unreadable(Exception):
-    """A file, or a part of it, that cannot be read. The message says why, and what to do."""
+    """A file or a part of it cannot be read. The message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor, whole or in the parts it was sharded into. ``num_values`` may be an estimate, for progress only."""
+    """A tensor, whole or in shards. ``num_values`` may be an estimate and is used only for progress."""
 
     name: str
     num_values: int
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class OpenedFile:
-    """One file, opened."""
+    """An opened checkpoint file."""
 
     format: str
     entries: list[Entry] = field(default_factory=list)
@@ -39,7 +39,7 @@ class OpenedFile:
     problems: list[str] = field(default_factory=list)
 
     def add(self, value: Any, name: str = "") -> None:
-        """All tensors and non-finite numbers in ``value``, however deep."""
+        """Adds all tensors and non-finite numbers in ``value``, at any depth."""
         for path, leaf in _leaves(value, name):
             if isinstance(leaf, Tensor):
                 self.entries.append(Entry(name=path, num_values=leaf.numel(), parts=[partial(_same, leaf)]))
@@ -51,15 +51,15 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# A chain of keys, so that the name is put together for the leaves alone.
+# A linked list of keys, so that full names are built only for leaves.
 _Place = tuple["_Place | None", str]
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Tensors and non-finite numbers with their dotted names, in order.
 
-    Keeps a stack of its own and looks into every container once: a file may be nested deeper than Python's calls go,
-    and may contain itself.
+    Uses its own stack and visits every container once: a file may be nested deeper than Python can recurse, and may
+    contain itself.
     """
     start: _Place | None = (None, name) if name else None
     stack: list[tuple[_Place | None, Any]] = [(start, value)]

@@ -1,8 +1,8 @@
-"""Inert objects in place of the few harmless classes that checkpoints often hold besides tensors.
+"""Inert objects that replace the few harmless classes that checkpoints often contain besides tensors.
 
-torch reads a checkpoint without running anything in it, and refuses classes that it does not know. A NumPy number or
-the ``argparse.Namespace`` of a run is data, though, and what it holds can be told without its class: these take the
-place of the real classes while a file is read, and neither import nor call them.
+torch reads a checkpoint without running code from it, and refuses classes that it does not know. But a NumPy number or
+the ``argparse.Namespace`` of a run is data that can be read without its class. These stand-ins replace the real classes
+while a file is read, and neither import nor call them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class Standin:
-    """Takes whatever it is made and filled with, and does nothing with it."""
+    """Accepts any arguments and state, and does nothing with them."""
 
     args: tuple[Any, ...]
     state: Any
@@ -39,7 +39,7 @@ class Standin:
         self.state = state
 
     def contents(self) -> Any:
-        """Plain containers, numbers and tensors; None where there is nothing to look into."""
+        """Plain containers, numbers and tensors; None if there is nothing to check."""
         return None
 
 
@@ -51,14 +51,14 @@ class Namespace(Standin):
 
 
 class Opaque(Standin):
-    """Paths, dates, versions: nothing in them could be non-finite."""
+    """Paths, dates and versions, which cannot be non-finite."""
 
 
 class NumpyDtype(Standin):
     """``numpy.dtype``."""
 
     def of_torch(self) -> torch.dtype | None:
-        """None for all that is not floating point in the byte order of most machines."""
+        """The torch dtype; None if it is not little-endian floating point."""
         big_endian = isinstance(self.state, tuple) and self.state[1:2] == (">",)
         return None if big_endian or not self.args else _DTYPES.get(str(self.args[0]))
 
@@ -73,7 +73,7 @@ class NumpyArray(Standin):
                 if kind is None or not data:
                     return None
                 if len(data) != prod(map(int, shape)) * kind.itemsize:
-                    raise ValueError("an array that is not of its shape")
+                    raise ValueError("an array whose data does not fit its shape")
                 return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
             case (_, _, _, _, list() as objects):
                 return objects
@@ -93,7 +93,7 @@ class NumpyNumber(Standin):
 
 
 def _named(kind: type[Standin], *names: str) -> list[Callable[..., Any]]:
-    """Stand-ins that go by these names, which is how torch finds them."""
+    """Stand-in classes with these names, by which torch finds them."""
     split = [name.rpartition(".") for name in names]
     return [type(name, (kind,), {"__module__": module, "__qualname__": name}) for module, _, name in split]
 
@@ -106,13 +106,13 @@ _STANDINS = [
     *_named(Opaque, "torch.torch_version.TorchVersion"),
     *_named(NumpyDtype, "numpy.dtype"),
     *_named(NumpyNumber, "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
-    # The second makes an empty array, of which the first is the class; then it is filled.
+    # ``_reconstruct`` makes an empty ``ndarray``, which is then filled.
     *_named(NumpyArray, "numpy.ndarray", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
 ]
 
 
 def in_place() -> AbstractContextManager[None]:
-    """While it lasts, ``torch.load(weights_only=True)`` reads these classes as their stand-ins."""
+    """Inside, ``torch.load(weights_only=True)`` reads these classes as their stand-ins."""
     context: Any = torch.serialization.safe_globals
     made: AbstractContextManager[None] = context(_STANDINS)
     return made

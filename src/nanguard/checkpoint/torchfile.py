@@ -1,4 +1,4 @@
-"""Reading what ``torch.save`` wrote, new and old. Runs nothing that a file holds."""
+"""Reads files of ``torch.save``, in the new and the old format. Never runs code from a file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ZIP = b"PK\x03\x04"
 PICKLE = b"\x80"
 
 _RESAVE = (
-    "nanguard runs nothing that a checkpoint holds. Save state_dicts and plain numbers only, as in "
+    "nanguard never runs code from a checkpoint. Save only state_dicts and plain numbers, as in "
     'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
 )
-# Modules and builtins that say what a file is up to: no honest checkpoint holds them.
+# Modules and builtins that show an attack: no honest checkpoint contains them.
 _CALLS = {"os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "runpy", "pty", "eval", "exec", "__import__"}
 _ON_DEMAND = ("torch.distributed.tensor", "torch.nested", "torch._dynamo")
-_TORN = "truncated or damaged: it was not written to its end, or not copied whole"
+_TORN = "truncated or damaged: it was not completely written or copied"
 
 
 def open_torch(path: Path) -> OpenedFile:
-    """The tensors stay in the file until they are looked at, where its format allows that."""
+    """If the format allows it, tensors stay in the file until they are needed."""
     with path.open("rb") as file:
         zipped = file.read(4) == ZIP
-        if zipped and path.suffix != ".safetensors":  # by that name, newer torch expects another format
+        if zipped and path.suffix != ".safetensors":  # newer torch expects another format for this suffix
             value = load(path)
         else:
             file.seek(0)
@@ -41,23 +41,23 @@ def open_torch(path: Path) -> OpenedFile:
 
 
 def load(file: Path | IO[bytes]) -> Any:
-    """``torch.load`` without running anything. Raises ``Unreadable``, whatever the file holds."""
+    """``torch.load`` without running code. Raises only ``Unreadable``, whatever is in the file."""
     try:
         return _load(file)
     except MemoryError:
-        raise Unreadable("does not fit into memory; saved by a newer torch.save it need not") from None
-    except Exception as error:  # a damaged pickle can fail in any way there is
+        raise Unreadable("does not fit into memory. Files of a newer torch.save can be read in parts") from None
+    except Exception as error:  # a damaged pickle can raise anything
         raise Unreadable(_why(error)) from None
 
 
 def _load(file: Path | IO[bytes]) -> Any:
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": isinstance(file, Path)}
     with warnings.catch_warnings(), standins.in_place():
-        warnings.simplefilter("ignore")  # of protocols and archives: what matters comes as an exception
+        warnings.simplefilter("ignore")  # about protocols and archives; real problems raise
         try:
             return torch.load(file, **options)
         except Exception as error:
-            # torch reads DTensors and nested tensors once their modules, its own, are imported.
+            # torch reads DTensors and nested tensors only after their modules are imported.
             if "must be imported" not in str(error):
                 raise
             for module in _ON_DEMAND:
@@ -73,13 +73,13 @@ def _why(error: Exception) -> str:
     unknown = re.search(r"(?:Unsupported global|unsupported GLOBAL)\W+(?:GLOBAL )?([\w.]+)", text)
     if unknown and (unknown[1] in _CALLS or unknown[1].split(".")[0] in _CALLS):
         return (
-            f"calls {unknown[1]} when it is loaded the usual way, which no checkpoint needs. nanguard did not call it; "
+            f"calls {unknown[1]} when it is loaded normally, which no checkpoint needs. nanguard did not call it; "
             "do not load this file anywhere"
         )
     if unknown:
-        return f"needs {unknown[1]}, and to make one could run any code. {_RESAVE}"
+        return f"needs {unknown[1]}, and creating one could run any code. {_RESAVE}"
     if "Unsupported operand 149" in text:  # the frames of pickle's protocol 4 and newer
-        return "a pickle of a protocol that torch.load reads only by running code. torch.save writes another by default"
+        return "a pickle protocol that torch.load can read only by running code. torch.save uses another by default"
     if "TorchScript" in text:
         return "a TorchScript archive, which is a program. Check the state_dict of its module instead"
     if ".tar format" in text:

@@ -1,12 +1,13 @@
-"""Counting what a tensor holds, a chunk at a time.
+"""Counts the kinds of values in a tensor, chunk by chunk.
 
-Sign aside, floating-point numbers are ordered as their bits are when read as integers: NaN above Inf, Inf above all
-finite numbers, subnormal ones next to zero. So everything is counted by comparing integers, which is exact in every
-dtype and does not depend on whether this process flushes subnormal numbers to zero.
+Without the sign, floating-point numbers have the order of their bits read as integers: NaN is above Inf, Inf above all
+finite numbers, and subnormal numbers are next to zero. So values are counted by comparing integers. This is exact in
+every dtype and does not depend on whether this process flushes subnormal numbers to zero.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 20
-"""Values looked at together: few enough to stay in a processor's cache, many enough to be worth a call."""
+"""Values per chunk: few enough for the cache of a CPU, many enough to be worth a call."""
 
 FP16_MAX = 65504.0
 FP16_VANISH = 2.0**-25
-"""Up to here, fp16 rounds to zero: half of its smallest number, 2**-24."""
+"""Up to this value fp16 rounds to zero. It is half of the smallest fp16 number, 2**-24."""
 BF16_MAX = 3.3895313892515355e38
 
 Tick = Callable[[int], None]
@@ -28,7 +29,7 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Bits:
-    """Marks on the scale of a dtype's bits. Without a range, the dtype does not reach beyond fp16."""
+    """Limits of a dtype as bits. ``range`` is None if the dtype has no larger range than fp16."""
 
     integer: torch.dtype
     magnitude: int
@@ -37,48 +38,32 @@ class _Bits:
     range: tuple[int, int, int] | None
 
 
-def _bits32(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")
+def _bits(dtype: torch.dtype, integer: torch.dtype, code: str, shift: int = 0) -> _Bits:
+    def of(value: float) -> int:
+        return int.from_bytes(struct.pack(code, value), "little") >> shift
+
+    return _Bits(
+        integer=integer,
+        magnitude=torch.iinfo(integer).max,
+        inf=of(math.inf),
+        smallest_normal=of(torch.finfo(dtype).smallest_normal),
+        range=None if dtype is torch.float16 else (of(FP16_VANISH), of(FP16_MAX), of(BF16_MAX)),
+    )
 
 
-def _bits64(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little")
-
-
-_RANGE = (FP16_VANISH, FP16_MAX, BF16_MAX)
-_a32, _b32, _c32 = map(_bits32, _RANGE)
-_a64, _b64, _c64 = map(_bits64, _RANGE)
 _SCALES = {
-    torch.float16: _Bits(integer=torch.int16, magnitude=0x7FFF, inf=0x7C00, smallest_normal=0x0400, range=None),
-    # bf16 is the upper half of fp32; a limit that it cannot hold is cut off, which keeps "above it" true.
-    torch.bfloat16: _Bits(
-        integer=torch.int16,
-        magnitude=0x7FFF,
-        inf=0x7F80,
-        smallest_normal=0x0080,
-        range=(_a32 >> 16, _b32 >> 16, _c32 >> 16),
-    ),
-    torch.float32: _Bits(
-        integer=torch.int32,
-        magnitude=0x7FFF_FFFF,
-        inf=0x7F80_0000,
-        smallest_normal=0x0080_0000,
-        range=(_a32, _b32, _c32),
-    ),
-    torch.float64: _Bits(
-        integer=torch.int64,
-        magnitude=0x7FFF_FFFF_FFFF_FFFF,
-        inf=0x7FF0_0000_0000_0000,
-        smallest_normal=0x0010_0000_0000_0000,
-        range=(_a64, _b64, _c64),
-    ),
+    torch.float16: _bits(torch.float16, torch.int16, "<e"),
+    # bf16 is the upper half of fp32. Limits that it cannot represent are truncated, so "above" stays correct.
+    torch.bfloat16: _bits(torch.bfloat16, torch.int16, "<f", shift=16),
+    torch.float32: _bits(torch.float32, torch.int32, "<f"),
+    torch.float64: _bits(torch.float64, torch.int64, "<d"),
 }
 
 Counts = Counter[str]
 
 
 def skip_reason(tensor: Tensor) -> str | None:
-    """Why there is nothing to count in this tensor, or None."""
+    """Why this tensor is not counted, or None."""
     if tensor.is_quantized:
         return "quantised"
     if tensor.is_meta:
@@ -92,10 +77,10 @@ def skip_reason(tensor: Tensor) -> str | None:
 
 @torch.no_grad()
 def count(tensor: Tensor, tick: Tick = lambda done: None) -> Counts:
-    """Counts by the names of ``TensorReport``'s fields. ``tick`` is told how many values are done, chunk by chunk.
+    """Counts by the field names of ``TensorReport``. ``tick`` is called with the number of values of each chunk.
 
-    Needs memory for a few chunks besides the tensor, whatever its strides. Expanded dimensions are counted once and
-    multiplied. Takes what ``skip_reason`` lets through.
+    Needs memory for a few chunks besides the tensor, for any strides. Expanded dimensions are counted once and
+    multiplied. Accepts tensors for which ``skip_reason`` is None.
     """
     tensor = local(tensor)
     total: Counts = Counter(num_values=num_values(tensor))
@@ -108,7 +93,7 @@ def count(tensor: Tensor, tick: Tick = lambda done: None) -> Counts:
                 total[field] += number * times
             seen += chunk.numel() * times
             tick(chunk.numel() * times)
-    total["num_zero"] += max(0, total["num_values"] - seen)  # what a sparse tensor leaves out
+    total["num_zero"] += max(0, total["num_values"] - seen)  # the implicit zeros of a sparse tensor
     return total
 
 
@@ -118,13 +103,13 @@ def num_values(tensor: Tensor) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of a DTensor, what this file has of it."""
+    """The local part of a DTensor; other tensors unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    """Strided tensors with all the values; what a sparse tensor leaves out is zero, and left out here as well."""
+    """Strided tensors with all explicit values. Implicit zeros of sparse tensors are left out."""
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.layout is torch.sparse_coo:
@@ -136,7 +121,7 @@ def _dense(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _without_expansion(tensor: Tensor) -> tuple[Tensor, int]:
-    """One of each value that is there many times over by a stride of zero, and how many times that is."""
+    """The tensor with one element per expanded dimension, and how often each value is repeated."""
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -145,8 +130,8 @@ def _without_expansion(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The values in flat, contiguous pieces of at most ``CHUNK``, in any order. Copies no more than a piece."""
-    # In the order of its strides, a transposed or channels-last tensor is contiguous.
+    """The values in flat, contiguous chunks of at most ``CHUNK``, in any order. Copies at most one chunk."""
+    # Ordered by strides, a transposed or channels-last tensor is contiguous.
     tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
     if tensor.is_contiguous():
         yield from torch.split(tensor.view(-1), CHUNK)
@@ -185,7 +170,7 @@ def _count_chunk(values: Tensor) -> dict[str, int]:
 
 
 def _count_bytes(values: Tensor) -> dict[str, int]:
-    """float8: there are 256 of them, so each is counted and then judged once."""
+    """For float8: each of the 256 possible values is counted and classified once."""
     numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
     times = torch.bincount(values.view(torch.uint8), minlength=256)
 

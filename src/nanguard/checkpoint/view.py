@@ -1,4 +1,4 @@
-"""A report as people read it: what ``nanguard check`` prints. Nothing is printed here."""
+"""The text that ``nanguard check`` prints. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanguard.checkpoint.findings import FileReport, Note, TensorReport, short_n
 from nanguard.records.printable import printable
 
 LIMIT = 20
-"""How many tensors are listed if nobody asks for all."""
+"""How many tensors are listed without --all."""
 _NAMES = 3
 
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
@@ -25,10 +25,10 @@ _INDENT, _LABEL = " " * 3, 8
 
 _NOTES: dict[Note, str] = {
     "zero": "all zero",
-    "subnormal": "1% or more of the non-zero values are subnormal, that is short of precision and slow",
-    "over_fp16": "beyond 65504, where fp16 ends: Inf once cast to it",
+    "subnormal": "1% or more of the non-zero values are subnormal, which costs precision and speed",
+    "over_fp16": "above 65504, the largest number in fp16: Inf if cast to it",
     "under_fp16": "1% or more of the non-zero values become zero in fp16",
-    "over_bf16": "beyond 3.39e38, where bf16 ends: Inf once cast to it",
+    "over_bf16": "above 3.39e38, the largest number in bf16: Inf if cast to it",
 }
 _NOTE_WORDS: dict[Note, str] = {
     "zero": "all zero",
@@ -40,14 +40,14 @@ _NOTE_WORDS: dict[Note, str] = {
 
 
 def verdict(report: FileReport, *, why: bool = False) -> Text:
-    """``path  verdict`` on one line, and ``why`` something could not be read on the same one."""
+    """``path  verdict`` on one line; with ``why``, also why something could not be read."""
     told, colon, rest = (report.verdict if why else report.headline).partition(":")
     line = Text.assemble((printable(report.path), "bold"), "  ", (told, _STYLES[report.status]))
     return line.append(colon + printable(rest))
 
 
 def section(report: FileReport, *, width: int, everything: bool = False) -> Iterator[RenderableType]:
-    """What follows the verdict of one file, ``width`` columns wide; nothing where there is nothing to say."""
+    """What follows the verdict of one file, ``width`` columns wide. May be empty."""
     bad = report.nonfinite
     listed = report.tensors if everything else bad[:LIMIT]
     if listed:
@@ -105,17 +105,17 @@ def _remarks(report: FileReport) -> Iterator[tuple[str, str]]:
             yield "note", f"{meaning}: {_listed(names)}"
     on_purpose = [n.name for n in report.numbers if not n.faulty and not n.allowed]
     if on_purpose:
-        yield "note", f"Inf, likely on purpose: {_listed(on_purpose)}"
+        yield "note", f"Inf, probably on purpose: {_listed(on_purpose)}"
     allowed = [t.name for t in report.tensors if t.allowed and t.num_nonfinite]
     allowed += [n.name for n in report.numbers if n.allowed]
     if allowed:
         yield "note", f"non-finite and allowed: {_listed(allowed)}"
     if not report.tensors and not report.problems:
-        yield "note", "there is no tensor in it"
+        yield "note", "it contains no tensors"
     skipped = Counter(t.skipped for t in report.tensors if t.skipped)
     if skipped:
         told = ", ".join(f"{n:,} {why}" for why, n in skipped.items())
-        yield "note", f"tensors not looked into: {told}"
+        yield "note", f"tensors not checked: {told}"
     masks = [t.name for t in report.nonfinite if not t.num_nan and not t.num_posinf]
     if masks:
         yield "hint", f"-Inf on purpose, as in a mask? --allow {shlex.quote(glob.escape(masks[0]))} accepts it"
@@ -136,10 +136,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Bar:
-    """A progress bar that shows on a terminal only, and only where there is something to wait for."""
+    """A progress bar for large files, shown only on a terminal."""
 
     LONG = 1 << 26
-    """Values. Fewer are done in less time than it takes to read the bar."""
+    """Number of values. Smaller files need no bar."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn(" {task.description}"), BarColumn(28), TextColumn("{task.fields[told]}"))

@@ -1,1 +1,1 @@
-"""``nanguard doctor``: what to change about a machine and a program, found out by looking, never by running it."""
+"""``nanguard doctor``: checks a machine and a program without running the program."""

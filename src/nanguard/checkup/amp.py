@@ -1,14 +1,11 @@
-"""What to look for in how a program uses half precision. Each function yields the place, and what is wrong there."""
+"""Rules about half precision. Each function yields a node of the program and what is wrong there."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from nanguard.checkup.script import Script
+from nanguard.checkup.script import Complaints, Script
 from nanguard.state.optimizer_traits import names_of_optimizers
-
-Complaints = Iterator[tuple[ast.AST, str]]
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler")
@@ -28,17 +25,17 @@ FRAMEWORKS = (
     "speechbrain",
     "transformers",
 )
-"""These may scale the loss by themselves."""
+"""Frameworks that may scale the loss."""
 
 FORMATS = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
 SMALLEST_FP16_EPS = 2**-25
-"""What is smaller rounds to zero in fp16; at 2**-25 itself the tie goes to zero too."""
+"""Values up to 2**-25 round to zero in fp16."""
 
 HALVED = names_of_optimizers("loses_eps_in_fp16")
 
 
 def format_of(script: Script, call: ast.Call) -> str:
-    """``fp16`` or ``bf16`` of an autocast that is on; empty where that is not certain."""
+    """The format of an enabled autocast, ``fp16`` or ``bf16``. Empty if that is not certain."""
     enabled = script.argument(call, "enabled", 0 if script.called(call) in OLD else None)
     if script.is_open(call) or (enabled is not None and script.constant(enabled) is not True):
         return ""
@@ -49,7 +46,7 @@ def format_of(script: Script, call: ast.Call) -> str:
 
 
 def device_of(script: Script, call: ast.Call) -> str:
-    """``cuda`` or ``cpu`` of an autocast; empty where that is not certain."""
+    """The device of an autocast, ``cuda`` or ``cpu``. Empty if that is not certain."""
     name = script.called(call)
     if name in OLD:
         return name.split(".")[1]
@@ -63,7 +60,7 @@ def scaler_with_bf16(script: Script) -> Complaints:
         enabled = script.argument(call, "enabled")
         is_on = not script.is_open(call) and (enabled is None or script.constant(enabled) is True)
         if is_on and formats == {"bf16"}:
-            yield call, "a GradScaler, and autocast to bf16 only"
+            yield call, "a GradScaler is used with autocast to bf16"
 
 
 def fp16_without_scaler(script: Script) -> Complaints:
@@ -89,7 +86,7 @@ def clip_before_unscale(script: Script) -> Complaints:
         if not unscales:
             yield clips[0], f"gradients are clipped while they are still multiplied by the loss scale of {scaler}"
         elif beside and _after(beside[0], clips[0]) and script.loops(beside[0]) == script.loops(clips[0]):
-            yield clips[0], f"gradients are clipped before {scaler}.unscale_, which comes in line {beside[0].lineno}"
+            yield clips[0], f"gradients are clipped before {scaler}.unscale_ in line {beside[0].lineno}"
 
 
 def scaler_without_update(script: Script) -> Complaints:
@@ -97,7 +94,7 @@ def scaler_without_update(script: Script) -> Complaints:
     for scaler in {scaler for _, scaler in _scaled_backwards(script)} - updated:
         for step in [call for call in script.methods("step") if script.owner(call) == scaler][:1]:
             if not _is_handed_on(script, scaler):
-                yield step, f"{scaler}.step is called, and {scaler}.update never"
+                yield step, f"{scaler}.step is called, but {scaler}.update is not"
 
 
 def scaler_that_does_not_scale(script: Script) -> Complaints:
@@ -106,7 +103,7 @@ def scaler_that_does_not_scale(script: Script) -> Complaints:
         scaler = script.variable(call)
         for step in [each for each in script.methods("step") if scaler and script.owner(each) == scaler][:1]:
             if scaler not in scaling and not _is_handed_on(script, scaler) and script.methods("backward"):
-                yield step, f"{scaler}.step is called, and {scaler}.scale never"
+                yield step, f"{scaler}.step is called, but {scaler}.scale is not"
 
 
 def backward_in_autocast(script: Script) -> Complaints:
@@ -122,7 +119,7 @@ def bce_in_autocast(script: Script) -> Complaints:
             continue
         inside = [c for c in script.contexts(call) if script.called(c) in AUTOCASTS]
         if inside and format_of(script, inside[0]) and device_of(script, inside[0]) == "cuda":
-            yield call, "binary cross entropy of probabilities under CUDA's autocast"
+            yield call, "binary cross entropy of probabilities under CUDA autocast"
 
 
 def fp16_on_cpu(script: Script) -> Complaints:
@@ -168,7 +165,7 @@ def _scaled_backwards(script: Script) -> list[tuple[ast.Call, str]]:
 
 
 def _speaks_of(script: Script, word: str) -> bool:
-    """Whether any name of the program has this word in it."""
+    """Whether any name in the program contains this word."""
     names = [node.id for node in script.all(ast.Name)] + [node.attr for node in script.all(ast.Attribute)]
     names += [node.arg for node in script.all(ast.arg)] + [node.arg or "" for node in script.all(ast.keyword)]
     names += [alias.name for node in script.all(ast.ImportFrom) for alias in node.names]
@@ -176,7 +173,7 @@ def _speaks_of(script: Script, word: str) -> bool:
 
 
 def _is_handed_on(script: Script, variable: str) -> bool:
-    """Whether something else is given the variable, and may do anything with it."""
+    """Whether the variable is passed to another function, which may do anything with it."""
     arguments = [a for call in script.all(ast.Call) for a in (*call.args, *(k.value for k in call.keywords))]
     return any(ast.unparse(a) == variable for a in arguments if isinstance(a, (ast.Name, ast.Attribute)))
 
@@ -186,7 +183,7 @@ def _is_context(script: Script, call: ast.Call) -> bool:
 
 
 def _makes_half(script: Script, call: ast.Call) -> bool:
-    """``x.half()`` or ``x.to(torch.float16)``, certainly reached."""
+    """Whether it is an unconditional ``x.half()`` or ``x.to(torch.float16)``."""
     if script.is_conditional(call):
         return False
     if script.method(call) == "half":

@@ -1,15 +1,12 @@
-"""What to look for in optimizers and training loops. Each function yields the place, and what is wrong there."""
+"""Rules about optimizers and training loops. Each function yields a node and what is wrong there."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from nanguard.checkup.amp import CLIPS
-from nanguard.checkup.script import Loop, Script
+from nanguard.checkup.script import Complaints, Loop, Script
 from nanguard.state.optimizer_traits import names_of_optimizers
-
-Complaints = Iterator[tuple[ast.AST, str]]
 
 FUSABLE = names_of_optimizers("can_be_fused")
 EXCLUDES_FUSED = ("fused", "foreach", "differentiable")
@@ -43,7 +40,7 @@ def no_zero_grad(script: Script) -> Complaints:
         for step in [call for call in script.methods("step") if _steps(script, call, optimizer)][:1]:
             loops = _training_loops(script, step)
             if loops and loops[0] not in script.loops(made):
-                yield step, f"{optimizer} steps in a loop, and nothing clears the gradients"
+                yield step, f"{optimizer} steps in a loop, but nothing clears the gradients"
 
 
 def loss_read_every_step(script: Script) -> Complaints:
@@ -93,7 +90,7 @@ def clip_after_step(script: Script) -> Complaints:
 
 
 def _optimizers(script: Script) -> set[str]:
-    """Full names of the optimizer classes that the program makes, of torch's own."""
+    """Full names of the torch optimizer classes that the program uses."""
     names = {script.called(call) for call in script.all(ast.Call)}
     own = {name for name in names if name.startswith("torch.optim.") and name.count(".") == 2}
     return {name for name in own if name.rpartition(".")[2][:1].isupper()}
@@ -110,21 +107,21 @@ def _steps(script: Script, call: ast.Call, optimizer: str) -> bool:
 
 
 def _training_loops(script: Script, step: ast.Call) -> list[Loop]:
-    """The loops around a step that has its backward pass in the same innermost loop."""
+    """The loops around a step if its backward pass is in the same innermost loop."""
     loops = script.loops(step)
     beside = [backward for backward in script.methods("backward") if script.loops(backward)[:1] == loops[:1]]
     return loops if beside else []
 
 
 def _clears_gradients(script: Script) -> bool:
-    """Whether the program has anything that may clear gradients, or computes them without storing them."""
+    """Whether the program may clear gradients, or computes them without storing them."""
     words = {node.attr for node in script.all(ast.Attribute)}
     words |= {node.name for node in script.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     return any("zero_" in word or word == "grad" for word in words)
 
 
 def _is_shared(script: Script, optimizer: str) -> bool:
-    """Whether something but torch's own schedules and scalers is given the optimizer, and may clear gradients."""
+    """Whether the optimizer is passed to anything but torch's schedulers and scalers, which may clear gradients."""
     for call in script.all(ast.Call):
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if not any(ast.unparse(each) == optimizer for each in given if isinstance(each, (ast.Name, ast.Attribute))):
@@ -144,7 +141,7 @@ def _has_sparse_gradients(script: Script) -> bool:
 
 
 def _block(script: Script, node: ast.AST) -> list[ast.stmt]:
-    """The statements among which the one is that holds the node."""
+    """The block of statements that contains the node."""
     while not isinstance(node, ast.stmt):
         node = script.parents[node]
     parent = script.parents[node]

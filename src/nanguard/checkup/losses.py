@@ -1,14 +1,12 @@
-"""What to look for in losses and small numbers. Each function yields the place, and what is wrong there."""
+"""Rules about losses and small numbers. Each function yields a node and what is wrong there."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from nanguard.checkup.script import Script
+from nanguard.checkup.script import Complaints, Script
 from nanguard.state.optimizer_traits import names_of_optimizers
-
-Complaints = Iterator[tuple[ast.AST, str]]
 
 SOFTMAX = ("torch.softmax", "F.softmax")
 SIGMOID = ("torch.sigmoid", "F.sigmoid")
@@ -22,7 +20,7 @@ WITH_EPS = {
     "F.layer_norm": 4,
     "F.normalize": 3,
 }
-"""What divides by a root plus eps, and at which place eps may be given."""
+"""Classes and functions that divide by a root plus eps, and the position of the argument eps."""
 
 
 def log_of_softmax(script: Script) -> Complaints:
@@ -42,15 +40,15 @@ def log_of_softmax(script: Script) -> Complaints:
 def cross_entropy_of_probabilities(script: Script) -> Complaints:
     for call, given in _losses(script, "F.cross_entropy", "torch.nn.CrossEntropyLoss"):
         if _is_probabilities(script, given):
-            yield call, "cross entropy is given probabilities"
+            yield call, "cross entropy gets probabilities"
 
 
 def nll_of_no_logarithms(script: Script) -> Complaints:
     for call, given in _losses(script, "F.nll_loss", "torch.nn.NLLLoss"):
         if _is_probabilities(script, given):
-            yield call, "the negative log likelihood is given probabilities"
+            yield call, "the negative log likelihood gets probabilities"
         elif _last_layer(script, given) == "torch.nn.Linear":
-            yield call, "the negative log likelihood is given raw scores"
+            yield call, "the negative log likelihood gets raw scores"
 
 
 def eps_of_zero(script: Script) -> Complaints:
@@ -65,7 +63,7 @@ def eps_of_zero(script: Script) -> Complaints:
 
 
 def _losses(script: Script, function: str, module: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Calls of a loss, by its function or an instance of its module, with what they are given first."""
+    """Calls of a loss, by its function or an instance of its module, with the first argument."""
     for call in script.all(ast.Call):
         if script.called(call) == function or script.called(script.behind(call.func)) == module:
             given = script.argument(call, "input", 0)
@@ -87,7 +85,7 @@ def _is_probabilities(script: Script, node: ast.expr) -> bool:
 
 
 def _last_layer(script: Script, node: ast.expr) -> str:
-    """The class of the last layer, where ``node`` is the output of an ``nn.Sequential`` that is written out."""
+    """The class of the last layer if ``node`` is the output of an ``nn.Sequential`` in the program."""
     made = script.behind(node)
     model = script.behind(made.func) if isinstance(made, ast.Call) else None
     while isinstance(model, ast.Call) and script.method(model) in PASSED_THROUGH:

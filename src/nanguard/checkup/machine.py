@@ -1,4 +1,4 @@
-"""What there is to know about the machine: versions, devices, switches of torch, environment, disk."""
+"""Facts about the machine: versions, devices, settings of torch, environment and disk."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ VARIABLES = (
     "TORCH_LOGS",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
-"""Environment variables that change numbers, speed or memory, told where they are set."""
+"""Environment variables that change numbers, speed or memory. They are listed if they are set."""
 
 _COSTLY = {
     "CUDA_LAUNCH_BLOCKING": (
         "1",
-        "the host waits for every single kernel",
-        "unset it, except while you look for the kernel that crashes",
+        "the host waits for every kernel",
+        "unset it, except while you search for a crashing kernel",
     ),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (
         "1",
-        "every tensor is allocated by the driver, which waits for the GPU each time",
+        "every tensor is allocated by the driver, which waits for the GPU",
         "unset it, except under compute-sanitizer",
     ),
     "NVIDIA_TF32_OVERRIDE": (
         "1",
         "all fp32 matrix products keep 10 bits of the mantissa, whatever the program asks for",
-        "unset it, and say torch.set_float32_matmul_precision('high') in the program where you want that",
+        "unset it, and call torch.set_float32_matmul_precision('high') in programs that should use it",
     ),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (
         "1",
         "fp32 matrix products keep 10 bits of the mantissa, whatever the program asks for",
-        "unset it, and say torch.set_float32_matmul_precision('high') in the program where you want that",
+        "unset it, and call torch.set_float32_matmul_precision('high') in programs that should use it",
     ),
     "TORCHDYNAMO_DISABLE": ("1", "torch.compile does nothing", "unset it"),
 }
 
 
 def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Fact], list[CheckupFinding]]:
-    """Facts and findings about this machine; ``run_dir`` is where runs are going to be written."""
+    """Facts and findings about this machine. ``run_dir`` is the folder that runs will be written to."""
     facts, findings = [_python()], [*_python_findings(), *_environment_findings(environ)]
     try:
         import torch
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation can raise anything
         findings.append(
             CheckupFinding(
                 rule="torch-missing",
@@ -79,7 +79,7 @@ def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[F
     facts += [*_package_facts(), *_environment_facts(environ)]
     free = _free_disk(run_dir)
     if free is not None:
-        facts.append(Fact(name="free disk", value=f"{_size(free)} where {run_dir} is"))
+        facts.append(Fact(name="free disk", value=f"{_size(free)} at {run_dir}"))
         findings += _disk_findings(run_dir, free)
     return facts, findings
 
@@ -102,7 +102,7 @@ def _device_facts() -> Iterator[Fact]:
     import torch
 
     threads = torch.get_num_threads()
-    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {threads} threads of torch")
+    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {threads} torch threads")
     if not torch.cuda.is_available():
         yield Fact(name="GPU", value="none that torch can use")
         return
@@ -146,7 +146,7 @@ def _version(package: str) -> str | None:
 
 
 def _free_disk(run_dir: Path) -> int | None:
-    """Bytes that are free where the folder is, or will be."""
+    """Free bytes on the disk of the folder, which need not exist."""
     for folder in (run_dir, *run_dir.absolute().parents):
         try:
             return shutil.disk_usage(folder).free
@@ -163,9 +163,9 @@ def _python_findings(running: tuple[int, ...] = tuple(sys.version_info[:2])) -> 
         yield CheckupFinding(
             rule="python-version",
             severity="warning",
-            what=f"Python {'.'.join(map(str, running))} is not one that nanguard is tested with",
-            why="it is tested with Python 3.10 to 3.13",
-            change="use one of these",
+            what=f"Python {'.'.join(map(str, running))} is not tested with nanguard",
+            why="nanguard is tested with Python 3.10 to 3.13",
+            change="use one of these versions",
         )
 
 
@@ -175,8 +175,8 @@ def _torch_findings(running: str) -> Iterator[CheckupFinding]:
         yield CheckupFinding(
             rule="torch-version",
             severity="error",
-            what=f"torch {running} is older than nanguard can work with",
-            why="it needs names that came with torch 2.6",
+            what=f"torch {running} is too old for nanguard",
+            why="nanguard needs functions that are new in torch 2.6",
             change="install torch 2.6 or newer",
         )
 
@@ -194,9 +194,9 @@ def _disk_findings(run_dir: Path, free: int) -> Iterator[CheckupFinding]:
         yield CheckupFinding(
             rule="little-disk",
             severity="warning",
-            what=f"only {_size(free)} are free where {run_dir} is",
-            why="a run log ends where the disk does, and snapshots are as large as model and optimizer",
-            change="make room, or choose another run_dir",
+            what=f"only {_size(free)} are free at {run_dir}",
+            why="the run log stops when the disk is full, and snapshots are as large as model and optimizer",
+            change="free some space or choose another run_dir",
         )
 
 

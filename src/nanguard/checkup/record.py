@@ -1,4 +1,4 @@
-"""What a checkup says: facts about the machine, and findings, each with what to change."""
+"""The result of a checkup: facts about the machine, and findings with what to change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "advice"]
-"""Training breaks or learns something else; it may break, or is slowed down; it could be better."""
+"""``error``: training fails or learns the wrong thing. ``warning``: it may fail or is slow. ``advice``: better ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class ScriptLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckupFinding:
-    """Something to change. ``place`` is None where it is about the machine."""
+    """Something to change. ``place`` is None if it is about the machine."""
 
     rule: str
     severity: Severity
@@ -38,7 +38,7 @@ class CheckupFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """Something about the machine, in words."""
+    """A fact about the machine."""
 
     name: str
     value: str
@@ -46,7 +46,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkup:
-    """All that was seen. ``script`` is None where none was given."""
+    """All facts and findings. ``script`` is None if no program was given."""
 
     facts: tuple[Fact, ...]
     findings: tuple[CheckupFinding, ...]

@@ -1,4 +1,4 @@
-"""The table of rules. A new one is a function that yields places, and a row here."""
+"""The table of rules. A new rule is a function that yields nodes, and a row here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanguard.checkup import amp, loop, losses
-from nanguard.checkup.amp import Complaints
 from nanguard.checkup.record import CheckupFinding, ScriptLine, Severity
-from nanguard.checkup.script import Script, too_deep
+from nanguard.checkup.script import Complaints, Script, too_deep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,44 +26,44 @@ RULES = (
         name="fp16-without-scaler",
         severity="error",
         look=amp.fp16_without_scaler,
-        why="gradients below 6e-8 are zero in fp16, so much of the model does not learn",
+        why="gradients below 6e-8 become zero in fp16, so much of the model does not learn",
         change="scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); "
-        "scaler.update(). Or dtype=torch.bfloat16, which needs none",
+        "scaler.update(). Or use dtype=torch.bfloat16, which needs no scaler",
     ),
     Rule(
         name="clip-before-unscale",
         severity="error",
         look=amp.clip_before_unscale,
-        why="the norm is compared while it is thousands of times too large, so every step is clipped to almost nothing",
+        why="the norm is still thousands of times too large, so every step is clipped to almost nothing",
         change="call scaler.unscale_(optimizer) right before clipping",
     ),
     Rule(
         name="scaler-without-update",
         severity="error",
         look=amp.scaler_without_update,
-        why="the scale never adapts, and torch refuses the next step",
+        why="the scale never changes, and torch refuses the next step",
         change="call scaler.update() after scaler.step(optimizer)",
     ),
     Rule(
         name="scaler-that-does-not-scale",
         severity="error",
         look=amp.scaler_that_does_not_scale,
-        why="step divides the gradients by a scale that they were never multiplied by",
-        change="scaler.scale(loss).backward() instead of loss.backward()",
+        why="step divides the gradients by a scale, but they were never multiplied by it",
+        change="call scaler.scale(loss).backward() instead of loss.backward()",
     ),
     Rule(
         name="half-with-adam",
         severity="error",
         look=amp.half_with_adam,
-        why="squared gradients and eps are both zero in fp16, and the update is divided by their sum",
-        change="keep weights in fp32 and use torch.autocast, or give eps=1e-4",
+        why="squared gradients and eps are both zero in fp16, so the update is divided by zero",
+        change="keep weights in fp32 and use torch.autocast, or set eps=1e-4",
     ),
     Rule(
         name="bce-in-autocast",
         severity="error",
         look=amp.bce_in_autocast,
-        why="torch refuses it there: probabilities in fp16 round to 0 and 1, whose logarithm is Inf",
-        change="binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid",
+        why="torch refuses it: probabilities in fp16 round to 0 and 1, and their logarithm is infinite",
+        change="use binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid",
     ),
     Rule(
         name="no-zero-grad",
@@ -77,36 +76,36 @@ RULES = (
         name="clip-after-step",
         severity="error",
         look=loop.clip_after_step,
-        why="it has no effect on this step",
+        why="the clipping has no effect on this step",
         change="clip between backward() and step()",
     ),
     Rule(
         name="cross-entropy-of-probabilities",
         severity="error",
         look=losses.cross_entropy_of_probabilities,
-        why="it takes the softmax once more, so the loss cannot come near zero and gradients are small",
-        change="give it the scores before the softmax",
+        why="it applies softmax again, so the loss cannot get near zero and gradients are small",
+        change="pass the scores from before the softmax",
     ),
     Rule(
         name="nll-of-no-logarithms",
         severity="error",
         look=losses.nll_of_no_logarithms,
-        why="it expects logarithms of probabilities; of anything else it has no lower bound or is no likelihood",
-        change="F.cross_entropy of the raw scores, or log_softmax before it",
+        why="it expects log-probabilities; with other values the loss has no lower bound or is wrong",
+        change="use F.cross_entropy on the raw scores, or log_softmax before it",
     ),
     Rule(
         name="eps-of-zero",
         severity="error",
         look=losses.eps_of_zero,
-        why="where the variance, norm or squared gradient is zero this is 0/0",
+        why="if the variance, norm or squared gradient is zero, the result is 0/0",
         change="leave eps at its default",
     ),
     Rule(
         name="log-of-softmax",
         severity="warning",
         look=losses.log_of_softmax,
-        why="what is very unlikely underflows to zero, and its logarithm is -Inf",
-        change="log_softmax (or logsigmoid), which does both in one",
+        why="small probabilities underflow to zero, and their logarithm is -Inf",
+        change="use log_softmax (or logsigmoid), which does both in one op",
     ),
     Rule(
         name="schedule-before-step",
@@ -119,58 +118,58 @@ RULES = (
         name="anomaly-left-on",
         severity="warning",
         look=loop.anomaly_left_on,
-        why="every step becomes several times slower, and Inf is not seen by it",
-        change="turn it on while you look for something; nanguard replays the bad step instead",
+        why="every step is several times slower, and it does not detect Inf",
+        change="turn it on only to search for a fault; nanguard replays the bad step instead",
     ),
     Rule(
         name="scaler-with-bf16",
         severity="advice",
         look=amp.scaler_with_bf16,
-        why="bf16 has the range of fp32: nothing needs to be scaled, and a scaler only adds work",
-        change="leave the GradScaler out",
+        why="bf16 has the range of fp32, so a scaler is not needed and only adds work",
+        change="remove the GradScaler",
     ),
     Rule(
         name="backward-in-autocast",
         severity="advice",
         look=amp.backward_in_autocast,
-        why="backward ops choose their format by the forward ops; torch advises against autocast around them",
+        why="backward ops use the format of their forward ops; torch advises against autocast around them",
         change="end the with block before backward()",
     ),
     Rule(
         name="fp16-on-cpu",
         severity="advice",
         look=amp.fp16_on_cpu,
-        why="most CPUs cannot multiply fp16 matrices by themselves, and torch is then slower than in fp32",
-        change="dtype=torch.bfloat16",
+        why="most CPUs cannot multiply fp16 matrices in hardware, so torch is slower than in fp32",
+        change="use dtype=torch.bfloat16",
     ),
     Rule(
         name="not-fused",
         severity="advice",
         look=loop.not_fused,
-        why="a fused optimizer takes fewer kernels, and under the guard it costs no wait for the GPU",
-        change="give it fused=True",
+        why="a fused optimizer needs fewer kernels, and under the guard it needs no sync",
+        change="set fused=True",
     ),
     Rule(
         name="loss-read-every-step",
         severity="advice",
         look=loop.loss_read_every_step,
-        why="the host waits for the GPU to finish before it can queue the next step",
-        change="sum loss.detach() on the device, and read it every few dozen steps",
+        why="the host waits for the GPU before it can queue the next step",
+        change="sum loss.detach() on the device and read it every few dozen steps",
     ),
     Rule(
         name="old-amp",
         severity="advice",
         look=amp.old_amp,
         why="torch has warned about it since 2.4",
-        change="torch.autocast('cuda') and torch.amp.GradScaler('cuda')",
+        change="use torch.autocast('cuda') and torch.amp.GradScaler('cuda')",
     ),
 )
 
 
 def examine(script: Script) -> list[CheckupFinding]:
-    """Everything the rules find, once a line, in the order of the lines within each severity.
+    """All findings, at most one of a rule per line, sorted by severity and line.
 
-    Raises ``ScriptError`` where the program is nested too deeply to be looked at.
+    Raises ``ScriptError`` if the program is nested too deeply.
     """
     found: dict[tuple[str, int], CheckupFinding] = {}
     for rule in RULES:

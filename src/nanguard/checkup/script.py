@@ -1,4 +1,4 @@
-"""A program as it is written: its names, calls and loops. It is parsed, and never run."""
+"""The source of a program: its names, calls and loops. It is parsed and never run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from nanguard.errors import ScriptError
 LARGEST = 10 * 2**20
 Node = TypeVar("Node", bound=ast.AST)
 Loop = ast.For | ast.AsyncFor | ast.While
+Complaints = Iterator[tuple[ast.AST, str]]
+"""Nodes, each with what is wrong there."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _UNKNOWN: Any = object()
 
 
 class Script:
-    """One file. Nothing here guesses: what has two meanings has none."""
+    """One file. Nothing is guessed: an ambiguous name counts as unknown."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path = path
@@ -26,9 +28,9 @@ class Script:
             self.tree = ast.parse(source)
         except SyntaxError as error:
             at = f", line {error.lineno}" if error.lineno else ""
-            raise ScriptError(f"{path}{at} is no Python that this Python can read: {error.msg}") from None
+            raise ScriptError(f"{path}{at} cannot be parsed by this Python: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise ScriptError(f"{path} is no Python that this Python can read: {error}") from None
+            raise ScriptError(f"{path} cannot be parsed by this Python: {error}") from None
         self.lines = source.decode("utf-8", errors="replace").splitlines()
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -40,10 +42,10 @@ class Script:
 
     @classmethod
     def read(cls, path: str | Path) -> Script:
-        """Raises ``ScriptError`` where that cannot be done."""
+        """Raises ``ScriptError`` if the file cannot be read or parsed."""
         try:
             if Path(path).stat().st_size > LARGEST:
-                raise ScriptError(f"{path} has more than {LARGEST // 2**20} MiB: that is no program")
+                raise ScriptError(f"{path} has more than {LARGEST // 2**20} MiB, which is too large for a program")
             source = Path(path).read_bytes()
         except OSError as error:
             raise ScriptError(f"cannot read {path}: {error.strerror or error}") from None
@@ -58,7 +60,7 @@ class Script:
     # ---- names ---------------------------------------------------------------------------------------------------
 
     def _imports(self) -> dict[str, str]:
-        """What each imported name stands for, as ``torch.optim.Adam``; none that the program also binds otherwise."""
+        """The full name of each imported name, as ``torch.optim.Adam``; without names that are also bound otherwise."""
         found: dict[str, set[str]] = {}
         for node in self.all(ast.Import):
             for alias in node.names:
@@ -72,19 +74,19 @@ class Script:
         return {name: next(iter(each)) for name, each in found.items() if len(each) == 1 and name not in bound}
 
     def _bound(self) -> set[str]:
-        """Names that are bound by other means than an import."""
+        """Names that are bound by anything but an import."""
         stored = {node.id for node in self.all(ast.Name) if not isinstance(node.ctx, ast.Load)}
         defined = {node.name for node in self.nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         return stored | defined | {argument.arg for argument in self.all(ast.arg)}
 
     def imports_from(self, *packages: str) -> bool:
-        """Whether the program imports any of these."""
+        """Whether the program imports any of these packages."""
         modules = {alias.name for node in self.all(ast.Import) for alias in node.names}
         modules |= {node.module for node in self.all(ast.ImportFrom) if node.module}
         return any(module.partition(".")[0] in packages for module in modules)
 
     def name(self, node: ast.AST | None) -> str:
-        """The full name of an imported thing; empty where it is none."""
+        """The full name of an imported object; empty if it is not imported."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -97,18 +99,18 @@ class Script:
         return name
 
     def called(self, node: ast.AST | None) -> str:
-        """The full name of what is called; empty where ``node`` is no call, or not of an imported thing."""
+        """The full name of what is called; empty if ``node`` is not a call of an imported object."""
         return self.name(node.func) if isinstance(node, ast.Call) else ""
 
     def method(self, node: ast.AST | None) -> str:
-        """The name of the method that is called, of a thing that is not imported."""
+        """The name of the called method of an object that is not imported."""
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self.name(node.func)
         return node.func.attr if is_method else ""  # type: ignore[union-attr]
 
     # ---- values --------------------------------------------------------------------------------------------------
 
     def _assignments(self) -> dict[str, ast.expr | None]:
-        """What each variable, as ``x`` or ``self.x``, is set to; None where that is not said exactly once."""
+        """The value of each variable, as ``x`` or ``self.x``; None if it is not assigned exactly once."""
         found: dict[str, ast.expr | None] = {}
         known: set[ast.AST] = set()
         for node in self.nodes:
@@ -126,7 +128,7 @@ class Script:
         return found | {argument.arg: None for argument in self.all(ast.arg)}
 
     def behind(self, node: ast.expr | None) -> ast.expr | None:
-        """What a variable was set to, where that is said exactly once in the program; else the node itself."""
+        """The value of a variable if it is assigned exactly once in the program, else the node itself."""
         for _ in range(8):
             if not isinstance(node, (ast.Name, ast.Attribute)):
                 break
@@ -137,14 +139,14 @@ class Script:
         return node
 
     def constant(self, node: ast.expr | None) -> Any:
-        """A number, string, bool or None; an object that is nothing else where it is not known."""
+        """A number, string, bool or None; a unique object if the value is not known."""
         try:
             return _UNKNOWN if node is None else ast.literal_eval(self.behind(node) or node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return _UNKNOWN
 
     def argument(self, call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
-        """What is given by this name, or at this place."""
+        """The argument with this name or at this position."""
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -152,7 +154,7 @@ class Script:
         return call.args[place] if place is not None and plain and place < len(call.args) else None
 
     def is_open(self, call: ast.Call) -> bool:
-        """Whether it may be given more than is written: ``*args`` or ``**options``."""
+        """Whether it may get more arguments than are visible: ``*args`` or ``**options``."""
         return any(k.arg is None for k in call.keywords) or any(isinstance(each, ast.Starred) for each in call.args)
 
     # ---- places --------------------------------------------------------------------------------------------------
@@ -161,15 +163,15 @@ class Script:
         return (node for node in self.nodes if isinstance(node, kind))
 
     def calls(self, *names: str) -> list[ast.Call]:
-        """Calls of imported things by these full names, in the order of the lines."""
+        """Calls of imported objects with these full names, in the order of lines."""
         return sorted((call for call in self.all(ast.Call) if self.called(call) in names), key=_position)
 
     def methods(self, *names: str) -> list[ast.Call]:
-        """Calls of methods by these names, in the order of the lines."""
+        """Calls of methods with these names, in the order of lines."""
         return sorted((call for call in self.all(ast.Call) if self.method(call) in names), key=_position)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node is in, from inside out, up to the function it is in."""
+        """The nodes around a node, from inside out, up to its function."""
         while node in self.parents:
             node = self.parents[node]
             if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)):
@@ -183,11 +185,11 @@ class Script:
         return node
 
     def loops(self, node: ast.AST) -> list[Loop]:
-        """The loops it is in, within its function, from inside out."""
+        """The loops around it within its function, from inside out."""
         return [each for each in self.around(node) if isinstance(each, (ast.For, ast.AsyncFor, ast.While))]
 
     def is_conditional(self, node: ast.AST, within: ast.AST | None = None) -> bool:
-        """Whether an ``if`` or the like decides, inside ``within``, whether it is reached."""
+        """Whether it is inside an ``if`` or similar that is inside ``within``."""
         for each in self.around(node):
             if each is within:
                 return False
@@ -196,17 +198,17 @@ class Script:
         return False
 
     def contexts(self, node: ast.AST) -> list[ast.Call]:
-        """The calls in the ``with`` statements it is in."""
+        """The calls in the ``with`` statements around it."""
         withs = [each for each in self.around(node) if isinstance(each, (ast.With, ast.AsyncWith))]
         managers = [self.behind(item.context_expr) for each in withs for item in each.items]
         return [manager for manager in managers if isinstance(manager, ast.Call)]
 
     def owner(self, call: ast.Call) -> str:
-        """Whose method is called, as it is written: ``self.optimizer``."""
+        """The object whose method is called, as written: ``self.optimizer``."""
         return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
     def variable(self, call: ast.Call) -> str:
-        """The variable that a call's result goes to; empty where that is not plain to see."""
+        """The variable that the result of a call is assigned to; empty if that is not clear."""
         parent = self.parents.get(call)
         if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and parent.value is call:
             target = parent.targets[0]
@@ -216,7 +218,7 @@ class Script:
 
 
 def too_deep(path: str) -> ScriptError:
-    return ScriptError(f"{path} is nested too deeply to be looked at")
+    return ScriptError(f"{path} is nested too deeply to be checked")
 
 
 def _position(node: ast.AST) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A checkup in the terminal."""
+"""The text that ``nanguard doctor`` prints. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def facts_table(facts: Sequence[Fact]) -> Table:
 
 
 def finding_lines(finding: CheckupFinding, width: int) -> Iterator[Text]:
-    """A few lines: what, where with the line itself, why, and what to change."""
+    """What is wrong, where, the line itself, why, and what to change."""
     where = f"   {printable(str(finding.place))}" if finding.place else ""
     yield Text.assemble(
         (f" {finding.severity:<9} ", _STYLES[finding.severity]), printable(finding.what), (where, "dim")
@@ -37,7 +37,7 @@ def finding_lines(finding: CheckupFinding, width: int) -> Iterator[Text]:
 
 
 def sound_script(script: str) -> Text:
-    """Where nothing was found in the program, whatever was found on the machine."""
+    """The line for a program without findings."""
     return Text(f"{printable(script)}: nothing to change", style="bold green")
 
 

@@ -23,20 +23,21 @@ EXAMPLES = (
 
 def check(
     paths: Annotated[
-        list[str], typer.Argument(metavar="FILE", help="Files or folders; - takes their names from stdin.")
+        list[str], typer.Argument(metavar="FILE", help="Files or folders; - reads their names from stdin.")
     ],
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Accept non-finite values in tensors of this name.")
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Accept non-finite values in tensors with such a name."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each file.")] = False,
 ) -> None:
-    """Say whether checkpoints are clean: which tensors hold NaN or Inf, and what else is odd about them.
+    """Check checkpoints for NaN and Inf, and list what else is unusual in them.
 
-    Reads what torch.save, safetensors and torch.distributed.checkpoint write, and runs nothing that a file holds.
+    Reads files of torch.save, safetensors and torch.distributed.checkpoint. Never runs code from a file.
 
-    Ends with status 0 if all is clean, 1 if there are non-finite values, 2 if something could not be read.
+    Exits with status 0 if everything is clean, 1 if there are non-finite values, 2 if something could not be read.
     """
     from nanguard.checkpoint import checker, view
     from nanguard.records.printable import printable
@@ -61,7 +62,7 @@ def check(
         if report.passed_over and not quiet:
             names = ", ".join(_named(report.passed_over))
             out.print(
-                f"passed over: {printable(names)} (kept incidents, settings and random states)",
+                f"not checked: {printable(names)} (saved incidents, settings and random states)",
                 markup=False,
                 style="dim",
                 soft_wrap=True,
@@ -84,13 +85,13 @@ def check(
 
 
 def _named(paths: Sequence[str]) -> list[str]:
-    """The names of files, each with how often there is one."""
+    """The names of files, each with its count if it is above 1."""
     counts = Counter(Path(path).name for path in paths)
     return [name if count == 1 else f"{name} ({count:,} times)" for name, count in sorted(counts.items())]
 
 
 def _listed_paths(paths: list[str]) -> Iterator[str]:
-    """The paths, with those on stdin in the place of ``-``: one a line, or as ``find -print0`` writes them."""
+    """The paths; ``-`` is replaced by those on stdin, one per line or as ``find -print0`` writes them."""
     for path in paths:
         if path == "-":
             listed = typer.get_binary_stream("stdin").read()

@@ -1,4 +1,4 @@
-"""All commands. Each has a file of its own, and imports what is heavy when it is called."""
+"""All commands. Each has its own file and imports heavy modules only when it is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nanguard(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Keeps mixed-precision PyTorch training finite: a NaN or Inf never touches weights or optimizer state."""
+    """Keeps mixed-precision PyTorch training finite: a NaN or Inf never reaches weights or optimizer state."""
 
 
 for command in (run, watch, report, explain, replay, check, doctor, demo):
@@ -39,7 +39,7 @@ for command in (run, watch, report, explain, replay, check, doctor, demo):
 
 
 def main() -> None:
-    """What the command ``nanguard`` calls. A program is run when the command line itself has been left."""
+    """The entry point of the command ``nanguard``. A program is run after the command line app has returned."""
     programs: list[Callable[[], None]] = []
     try:
         app(prog_name="nanguard", obj=programs)

@@ -21,19 +21,18 @@ EXAMPLES = (
 
 def demo(
     run_dir: Annotated[
-        Path,
-        typer.Option(file_okay=False, help="Where to write; if there is something, beside it: nanguard-runs/demo-2."),
+        Path, typer.Option(file_okay=False, help="Folder to write to. If it is not empty, a number is added.")
     ] = Path("nanguard-runs/demo"),
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of data and weights.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps each of the two runs takes.")] = 600,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the comparison only.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed for data and weights.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps of each of the two runs.")] = 600,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the comparison.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the comparison.")] = False,
 ) -> None:
-    """Train a small GPT in fp16: it dies in a plain loop with a GradScaler, and finishes under the guard.
+    """Train a small GPT in fp16 twice: it fails in a plain loop with a GradScaler and finishes with the guard.
 
     Takes about a minute on two CPU cores and downloads nothing. The same seed gives the same numbers.
 
-    Ends with status 0 when it went that way, 1 if not (fewer than some 300 steps are too few), 2 if it cannot write.
+    Exits with status 0 if that happened, 1 if not (it takes about 300 steps), 2 if the folder cannot be written.
     """
     try:
         run_dir = _new_folder(run_dir)
@@ -63,7 +62,7 @@ def demo(
 
 
 def _new_folder(wanted: Path) -> Path:
-    """This folder if it is new or empty, else the first beside it with a number: two runs never share a log."""
+    """This folder if it is new or empty, else the next free numbered one: two runs never share a log."""
     if wanted.name in ("", ".."):
         wanted = wanted.resolve()
     beside = (wanted.parent / f"{wanted.name or 'demo'}-{number}" for number in itertools.count(2))

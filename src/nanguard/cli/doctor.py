@@ -20,18 +20,18 @@ EXAMPLES = (
 
 def doctor(
     script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT", help="A program to look at. It is read, never run.")
+        Path | None, typer.Argument(metavar="SCRIPT", help="A program to check. It is read, never run.")
     ] = None,
-    run_dir: Annotated[Path, typer.Option(file_okay=False, help="Where runs are going to be written.")] = Path(
+    run_dir: Annotated[Path, typer.Option(file_okay=False, help="The folder that runs will be written to.")] = Path(
         "nanguard-runs"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Look at the machine, and at a program if one is given, and say what to change.
+    """Check this machine, and a program if one is given, and list what to change.
 
-    Of a program only what is certain is said: half precision, loss scaling, clipping, losses, and order of calls.
+    Reports only what is certain about a program: half precision, loss scaling, clipping, losses and order of calls.
 
-    Ends with status 0 if there is nothing to change, 1 if there is, 2 if it could not look.
+    Exits with status 0 if there is nothing to change, 1 if there is, 2 if the program could not be read.
     """
     from nanguard.checkup import machine, rules, view
     from nanguard.checkup.record import Checkup

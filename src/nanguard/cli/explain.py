@@ -19,16 +19,16 @@ EXAMPLES = (
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, an incident of one, or its incident.json.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, one of its incidents, or an incident.json.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, without the data.")] = False,
-    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines of each.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines for each incident.")] = False,
 ) -> None:
-    """Say what happened in a step that was not finite: where it came from, why, and what to do about it.
+    """Explain non-finite steps: what happened, where the value came from, why, and what to do.
 
-    Of a run all incidents are listed, the last one in full; those of one fault are told once, with how many they are.
-    Runs nothing that a file holds.
+    For a run, all incidents are listed, the last one in full. Incidents with the same fault are shown once, with a
+    count. Never runs code from a file.
 
-    Ends with status 0, or 2 if something could not be read.
+    Exits with status 0, or 2 if something could not be read.
     """
     from nanguard.errors import BundleError
     from nanguard.incidents.reader import load

@@ -19,20 +19,20 @@ EXAMPLES = (
 
 
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident, or a run: then its last one.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident. If it is a run, its last incident.")],
     entry: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="What builds the model: pkg.module:build or file.py:build.")
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Builds the model: pkg.module:build or file.py:build.")
     ],
-    pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where the value is born.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and goes to build(seed).")] = 0,
+    pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger at the first bad value.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and is passed to build(seed).")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Run a step that was not finite again, with the data, random states and precision it had.
+    """Run a non-finite step again, with the same data, random states and precision.
 
     build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn),
-    or a dict of these; loss_fn(model, batch) returns the loss. Weights are taken from the incident where it has them.
+    or a dict of these; loss_fn(model, batch) returns the loss. Weights are taken from the incident if it has them.
 
-    Ends with status 0 if the same was found (cause, op and module), 1 if not, 2 if it could not be run.
+    Exits with status 0 if the result is the same (cause, op and module), 1 if not, 2 if the step could not be run.
     """
     import sys
 
@@ -51,7 +51,7 @@ def replay(
             if pdb and replayed.diagnosis is not None:
                 typer.echo(words.outcome(replayed, bundle), err=as_json)
                 if not debug(stage, replayed.diagnosis, lambda text: typer.echo(f"\n{text}", err=as_json)):
-                    typer.echo("there is no line of the program to stop at", err=True)
+                    typer.echo("no line of the program was found to stop at", err=True)
     except NanguardError as error:
         fail(str(error), as_json=as_json)
     if as_json:

@@ -20,16 +20,16 @@ EXAMPLES = (
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their run.jsonl.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write it; RUN/report.html if not told.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (default: RUN/report.html).")
     ] = None,
-    in_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object about it instead.")] = False,
+    in_browser: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Write one HTML page about a run, or several laid over each other: what happened, where, why, what to do.
+    """Write one HTML page about one or more runs: what happened, where, why, and what to do.
 
-    The page holds all it needs and opens without a network. Runs nothing that a file holds.
+    The page needs no other files and no network. Several runs share the charts. Never runs code from a file.
 
-    Ends with status 0, or 2 if something could not be read or written.
+    Exits with status 0, or 2 if something could not be read or written.
     """
     from nanguard.errors import NanguardError
     from nanguard.report import page

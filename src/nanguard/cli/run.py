@@ -30,7 +30,7 @@ EXAMPLES = (
 )
 
 PARENT = Path("nanguard-runs")
-"""Where runs are written by default: a name that no program takes for its own ``runs``, nor lists, nor clears."""
+"""The default folder of runs. Programs often use, list or clear a folder named ``runs``, so it has another name."""
 
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -45,35 +45,35 @@ def _recipes(incomplete: str) -> list[str]:
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program, and after it its own arguments.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Handed on as they are.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program to run. Its own arguments follow it.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Passed on unchanged.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as with python -m.")] = False,
     policy: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="What to do about trouble: a recipe. Skips, if not given.", autocompletion=_recipes
+            metavar="NAME", help="The recipe for bad steps. If not given, they are skipped.", autocompletion=_recipes
         ),
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip each parameter group to this gradient norm.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where to write the run log (default: nanguard-runs/SCRIPT).")
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Follow every op from the first step on. Slow.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No panels; a line at the end if need be.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line, and only after incidents.")] = False,
 ) -> None:
-    """Run an unchanged PyTorch program with the guard around it.
+    """Run an unchanged PyTorch program under the guard.
 
-    A step with a non-finite loss or gradient never reaches weights, optimizer state or buffers; where it came from is
-    said on stderr. A healthy run is the same run, bit for bit. Options of nanguard stand before the script.
+    A step with a non-finite loss or gradient never reaches weights, optimizer state or buffers. Its cause is printed to
+    stderr. A healthy run gives the same results, bit for bit. Options of nanguard come before the script.
 
-    Ends with the status of the program; 1 if training was halted, also if the program caught the error; 2 if there is
-    no such program.
+    Exits with the status of the program; 1 if training was halted, even if the program caught the error; 2 if the
+    program cannot be found.
     """
     from nanguard.errors import LaunchError
 
     if policy is not None and halt_on_first:
-        raise typer.BadParameter("--policy and --halt-on-first say two different things: give one of them")
+        raise typer.BadParameter("--policy and --halt-on-first exclude each other: give only one of them")
     if max_norm is not None and not 0 < max_norm < float("inf"):
         raise typer.BadParameter(f"--max-norm must be a number above 0, got {max_norm}")
     try:
@@ -87,7 +87,7 @@ def run(
     options = functools.partial(_options, settings, policy, halt_on_first, quiet)
     fly = functools.partial(_fly, program, settings, options, quiet)
     if isinstance(context.obj, list):
-        context.obj.append(fly)  # when the command line has been left, which would take its exceptions for its own
+        context.obj.append(fly)  # run later: inside the command line app, exceptions of the program would be caught
     else:
         fly()
 
@@ -109,10 +109,10 @@ def _settings(
 
 
 def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -> list[str]:
-    """How another rank of the same run is guarded. It shares the folder, which is made now to settle its name."""
+    """The options for another rank of the same run. All ranks share the folder, so it is made now to fix its name."""
     folder = None
     if settings.run_dir is not None:
-        with contextlib.suppress(OSError):  # this rank's log warns of it
+        with contextlib.suppress(OSError):  # the run log of this rank warns about it
             folder = settings.run_dir.make()
     given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder}
     flags = {"--trace": settings.trace, "--halt-on-first": halts, "--quiet": quiet}
@@ -121,18 +121,18 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
 
 
 def _place(asked: Path | None, name: str) -> RunFolder | None:
-    """The folder of the run, not made yet; None, with a warning, if nothing can be written there."""
+    """The folder of the run, not made yet. None, with a warning, if nothing can be written there."""
     from nanguard.run_folder import RunFolder
 
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     name = "-".join(filter(None, (name, launch[:8] if launch != "none" else "")))
-    path = (asked or PARENT / name).absolute()  # the program may go elsewhere
+    path = (asked or PARENT / name).absolute()  # the program may change the working directory
     is_new = asked is None and not launch  # ranks of one launch share a folder
     places = path.parents if is_new else (path, *path.parents)
     there = next(folder for folder in places if folder.exists())
     if os.access(there, os.W_OK) and there.is_dir():
         return RunFolder(path, is_new=is_new)
-    typer.echo(f"nanguard: {there} cannot be written to, so there will be no run log", err=True)
+    typer.echo(f"nanguard: cannot write to {there}, so there will be no run log", err=True)
     return None
 
 
@@ -159,22 +159,22 @@ def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Seq
             waits.forget()
             relaunch.remove()
             if os.getpid() != process:
-                pass  # a process that the program has forked, and that ends by itself
+                pass  # a process that the program forked
             elif is_first_rank():
                 _sum_up(begun[0] if begun else None, settings.run_dir, quiet)
             elif begun:
                 begun[0].uninstall()
     is_halted = os.getpid() == process and bool(begun) and begun[0].counts.get("halted", 0) > 0
     if is_halted and (left is None or left.code in (None, 0)):
-        sys.exit(1)  # the program caught the error, or the halt came with its very last steps
+        sys.exit(1)  # the program caught the error, or its last steps were halted
     if left is not None:
         raise left
 
 
 def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) -> None:
-    """One line on stderr, and the report where something has happened. Never the program's trouble."""
+    """Prints one line to stderr, and writes the report if there were incidents. Never raises."""
     try:
-        told, incidents, where = "nothing to guard, since torch was never imported", False, ""
+        told, incidents, where = "nothing to guard: torch was never imported", False, ""
         if autopilot is not None:
             from nanguard.autopilot.summary import sentence
 
@@ -186,7 +186,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
         if (incidents or not quiet) and sys.stderr is not None:
             print(f"nanguard: {told}{where}", file=sys.stderr)
     except Exception:
-        log.exception("what happened could not be summed up")
+        log.exception("the summary of the run could not be written")
 
 
 def _report(run_dir: Path, is_worth_it: bool) -> str:

@@ -1,4 +1,4 @@
-"""How the commands speak: errors, and what the library logs."""
+"""How the commands print errors and what the library logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 
 def fail(why: str, *, as_json: bool) -> NoReturn:
-    """Something could not be read or run."""
+    """Print why something could not be read or run, and exit with status 2."""
     if as_json:
         typer.echo(json.dumps({"schema": 1, "status": 2, "error": why}, indent=2))
     else:
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints what the library logs, above a progress bar if there is one; long lines go on under their own text."""
+    """Prints what the library logs, above a progress bar if there is one. Long lines are wrapped and indented."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -50,18 +50,18 @@ class _ConsoleHandler(logging.Handler):
                 text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)
                 self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
         except (OSError, ValueError):
-            self._is_cut_off = True  # stderr was closed, or nobody reads it: no reason for a program to end
+            self._is_cut_off = True  # stderr is closed or a broken pipe: the program must go on
 
 
 def stderr_console(*, quiet: bool = False) -> Console:
-    """Where it is no terminal, lines are not broken: they are for a file or a search."""
+    """If stderr is not a terminal, lines are not wrapped, so that a file of them can be searched."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return Console(stderr=True, quiet=quiet, highlight=False, width=None if is_terminal else 10_000)
 
 
 @contextlib.contextmanager
 def logging_to(console: Console, *, alone: bool = False) -> Iterator[None]:
-    """What the library logs goes to the console, and with ``alone`` nowhere else."""
+    """Inside, what the library logs goes to the console, and with ``alone`` only there."""
     log, handler = logging.getLogger("nanguard"), _ConsoleHandler(console)
     log.addHandler(handler)
     passes_on, log.propagate = log.propagate, log.propagate and not alone

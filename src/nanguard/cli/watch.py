@@ -31,21 +31,21 @@ _LONGEST_NAP = 1.0
 
 def watch(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or its run.jsonl.")],
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and exit.")] = False,
     interval: Annotated[
         float | None,
-        typer.Option(min=0.05, max=3600, metavar="SECONDS", help="Between two views: 1, in a pipe 10, if not told."),
+        typer.Option(min=0.05, max=3600, metavar="SECONDS", help="Time between two views (default: 1, in a pipe 10)."),
     ] = None,
 ) -> None:
-    """Show how a run is doing: step and rate, loss and norms, incidents as they come.
+    """Show the progress of a run: step and rate, loss and norms, and incidents as they happen.
 
-    Waits for a run that has not begun, and ends with the run. In a pipe it
-    prints a line for each incident, and one now and then about the rest.
+    Waits for a run that has not started, and exits when the run ends. In a
+    pipe, prints a line for each incident and a status line at intervals.
 
-    Ends with status 0 if the run has ended, 1 if it halted or its process is
+    Exits with status 0 if the run has ended, 1 if it halted or its process is
     gone, 2 if the log cannot be read, 130 after Ctrl-C. With --once or --json
-    the status is the same, and 0 for a run that is still under way.
+    the status is the same, and 0 for a run that is still running.
     """
     from rich.console import Console
 
@@ -71,7 +71,7 @@ def watch(
 
 
 def _can_be_drawn_on(out: Console) -> bool:
-    """A terminal that takes control codes; what forces colour in a pipe makes none of it."""
+    """Whether stdout is a terminal that understands control codes. Forced colour in a pipe does not count."""
     return sys.stdout.isatty() and out.is_terminal and not out.is_dumb_terminal
 
 
@@ -96,7 +96,7 @@ def _print_once(run: Run, out: Console) -> int:
 
 
 def _draw(follower: Follower, path: str, out: Console, interval: float) -> int:
-    """A view that is drawn anew; the last one stays when it ends."""
+    """Redraws the view until the run is over. The last view stays on the screen."""
     from rich.live import Live
 
     from nanguard.report import glance
@@ -117,7 +117,7 @@ def _draw(follower: Follower, path: str, out: Console, interval: float) -> int:
 
 
 def _print_lines(follower: Follower, path: str, interval: float) -> int:
-    """Plain lines: each incident as it comes, and how the run is doing now and then."""
+    """Prints plain lines: one for each incident, and a status line at intervals."""
     from nanguard.report import glance
     from nanguard.report.watch import incident_line, status_line, waiting
 
@@ -132,7 +132,7 @@ def _print_lines(follower: Follower, path: str, interval: float) -> int:
             time.sleep(min(interval, _LONGEST_NAP))
             continue
         run = follower.tape.run()
-        told = told if told <= len(run.incidents) else 0  # the log was begun anew
+        told = told if told <= len(run.incidents) else 0  # the log was started again
         for incident in run.incidents[told:]:
             _say(incident_line(incident))
         told = len(run.incidents)

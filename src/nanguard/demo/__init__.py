@@ -1,1 +1,1 @@
-"""``nanguard demo``: a small GPT that dies in a plain loop and finishes under the guard."""
+"""``nanguard demo``: a small GPT that fails in a plain loop and finishes under the guard."""

@@ -1,4 +1,4 @@
-"""A small GPT on characters, written plainly, and the loss it is trained by."""
+"""A small character-level GPT and its loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
-"""Characters as numbers, (documents, places), padded with zeros; and how many of each document are characters."""
+"""Characters as numbers of shape (documents, places), padded with zeros, and the length of each document."""
 
 
 class Attention(nn.Module):
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with its norm, each added to the stream."""
+    """Attention and an MLP, each with a norm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Says for each place of a document how likely each character is to come next."""
+    """Predicts the next character at each place of a document."""
 
     def __init__(self, *, vocabulary: int, context: int, width: int = 48, heads: int = 2, blocks: int = 2) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class GPT(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """How badly the next character is foretold: the mean over each document, and over the documents.
+    """Cross entropy of the next character: the mean over each document, then over the documents.
 
-    It is written as people write it: a document without text has a mean of 0/0.
+    It has a common bug: the mean of an empty document is 0/0.
     """
     documents, lengths = batch
     logits, targets = model(documents[:, :-1]).float(), documents[:, 1:]

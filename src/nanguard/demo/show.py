@@ -1,4 +1,4 @@
-"""What ``nanguard demo`` shows: both runs as they go, and the comparison."""
+"""What ``nanguard demo`` shows: the progress of both runs, and the comparison."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from nanguard.records.steps import Incident
 
 INTRO = """
 A small GPT learns to write like "Alice's Adventures in Wonderland", in fp16, twice: same weights, same data, same
-order. Nothing is injected. Its queries and keys learn at a rate that is too hot, so that their products outgrow fp16,
-as they do in large models after weeks. And one paragraph of the book is a row of asterisks, of which cleaning leaves an
-empty document: its mean loss is 0/0.
+order. Nothing is injected. The learning rate of its queries and keys is too high, so that their products overflow fp16,
+as happens in large models after weeks. And one paragraph of the book is a row of asterisks. Cleaning turns it into an
+empty document, and its mean loss is 0/0.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Both runs, where the guarded one was kept, and its report; None with a reason where there is none."""
+    """Both runs, the folder of the guarded one, and its report; None with a reason if there is no report."""
 
     seed: int
     steps: int
@@ -71,8 +71,8 @@ class Comparison:
 
 
 def compare(*, seed: int, steps: int, run_dir: Path, err: Console) -> Comparison:
-    """Trains twice, and tells ``err`` how it goes. Raises ``NonFiniteError`` where the guarded run halts."""
-    # On a busy machine threads wait for each other, and the number of cores would show in the numbers.
+    """Trains twice and shows the progress on ``err``. Raises ``NonFiniteError`` if the guarded run halts."""
+    # With several threads, results would depend on the number of cores, and a busy machine would be slow.
     torch.set_num_threads(1)
     data = text.prepare(steps, torch.Generator().manual_seed(seed))
 
@@ -101,7 +101,7 @@ def introduce(out: Console) -> None:
 
 
 def conclude(comparison: Comparison, out: Console) -> None:
-    """The table, what both models write, and where to read on."""
+    """Prints the table, samples of both models, and what to look at next."""
     plain, guarded, run_dir = comparison.plain, comparison.guarded, comparison.run_dir
     out.print(table(comparison))
     out.print(Text(" plain writes    ").append(plain.sample or "nothing: every probability is NaN", style="italic"))
@@ -110,16 +110,16 @@ def conclude(comparison: Comparison, out: Console) -> None:
     rows = [
         ("run log", run_dir / "run.jsonl"),
         ("report", comparison.report or comparison.no_report),
-        ("read on", f"nanguard explain {run_dir}"),
+        ("next", f"nanguard explain {run_dir}"),
         ("", f"nanguard report {run_dir} --open"),
     ]
     for name, where in rows:
         out.print(f" {name:<8}  {where}", markup=False, soft_wrap=True)
     if not comparison.has_died:
-        why = f"{comparison.steps} steps are too few for it to die" if comparison.steps < 300 else "it should not have"
+        why = f"{comparison.steps} steps are too few for it to fail" if comparison.steps < 300 else "not expected"
         out.print(f"\nThe plain loop survived: {why}. This run shows nothing.", markup=False)
     if not comparison.has_finished:
-        out.print("\nThe guarded run did not end with finite weights, which is a bug in nanguard.")
+        out.print("\nThe guarded run did not end with finite weights. That is a bug in nanguard.")
 
 
 def table(comparison: Comparison) -> Table:
@@ -140,11 +140,11 @@ def _number(scale: float) -> str:
     return f"{scale:,.0f}" if scale >= 1 else f"{scale:.2g}"
 
 
-# ---- the runs as they go ---------------------------------------------------------------------------------------------
+# ---- progress of the runs --------------------------------------------------------------------------------------------
 
 
 def _watched(name: str, run: Iterator[TrainingProgress], steps: int, err: Console) -> TrainingProgress:
-    """Goes through a run behind a progress bar; returns how far it came."""
+    """Runs the loop with a progress bar and returns its last progress."""
     columns = (
         TextColumn(f" {name:<8}"),
         BarColumn(24),
@@ -161,7 +161,7 @@ def _watched(name: str, run: Iterator[TrainingProgress], steps: int, err: Consol
 
 
 def _told_in_words(run: Iterator[TrainingProgress], err: Console) -> Iterator[TrainingProgress]:
-    """Passes on how the plain loop goes, and says what becomes of it."""
+    """Passes on the progress of the plain loop and prints what happens to it."""
 
     def say(words: str) -> None:
         head, indent = f" plain  step {len(told.losses) - 1}".ljust(18), " " * 18
@@ -174,21 +174,21 @@ def _told_in_words(run: Iterator[TrainingProgress], err: Console) -> Iterator[Tr
         share_of_nan = 0.9 * share_of_nan + 0.1 * is_nan
         if is_nan and not has_begun:
             has_begun = True
-            say(f"loss nan: the GradScaler leaves the step out and halves its scale to {_number(told.scale)}")
+            say(f"loss nan: the GradScaler skips the step and halves its scale to {_number(told.scale)}")
         elif share_of_nan > 0.5 and not has_stalled:
             has_stalled = True
-            say(f"most losses are nan by now, and each one halves the scale again: {_number(told.scale)}")
+            say(f"most losses are nan now, and each one halves the scale again: {_number(told.scale)}")
         if not told.weights_finite:
             say(
-                f"the scale has come down to {_number(told.scale)}, where 1/scale is Inf in fp32. Now a batch is fine "
-                "for once: 0 x Inf is NaN, the step is applied, and the weights are gone. The loop would go on like "
-                "that; here it ends."
+                f"the scale is down to {_number(told.scale)}, and 1/scale is Inf in fp32. Now one batch is finite: "
+                "0 x Inf is NaN, the step is applied, and all weights are NaN. The loop would go on like that; the "
+                "demo stops it."
             )
         yield told
 
 
 def _told_by_panels(run: Iterator[TrainingProgress], guard: Guard, err: Console) -> Iterator[TrainingProgress]:
-    """Passes on how the guarded loop goes, and shows what it says: in full, or in a line where it is known."""
+    """Passes on the progress of the guarded loop and prints its panels: in full, or one line if it is a repeat."""
     shown = 0
     seen: set[tuple[str | None, ...]] = set()
     for told in run:
@@ -215,7 +215,7 @@ def _show(lines: list[str], err: Console) -> None:
 
 @contextmanager
 def _without_panels() -> Iterator[None]:
-    """Inside, the library does not log its panels, which are shown here; all else it does."""
+    """Inside, the library logs everything but its panels, which are printed here."""
 
     def is_no_panel(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(" nanguard  step ")
@@ -229,7 +229,7 @@ def _without_panels() -> Iterator[None]:
 
 
 def _report(run_dir: Path) -> tuple[Path | None, str]:
-    """The page, or why there is none."""
+    """The page, or None and the reason."""
     from nanguard.report.page import write_report
 
     try:

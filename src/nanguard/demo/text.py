@@ -1,4 +1,4 @@
-"""The text that the demo learns from, as batches of documents."""
+"""The training text of the demo, as batches of documents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nanguard.demo.gpt import Batch
 CHARACTERS = " abcdefghijklmnopqrstuvwxyz'`,.;:!?()-\""
 CONTEXT, BATCH_SIZE, HELD_OUT = 64, 8, 64
 VOCABULARY = len(CHARACTERS) + 1
-"""Number 0 is what documents are padded with."""
+"""Number 0 is padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
-    """What is trained on, batch by batch for each epoch, and what is held out."""
+    """The batches of each epoch, and the held-out batch."""
 
     epochs: tuple[tuple[Batch, ...], ...]
     held_out: Batch
@@ -28,8 +28,8 @@ class TextData:
 def documents() -> list[str]:
     """The paragraphs, in pieces that fit into the context.
 
-    All that is no letter, space or punctuation is taken out, as people do. Of the row of asterisks in chapter V that
-    leaves a document without a single character, which nobody has thought of.
+    Everything but letters, spaces and punctuation is removed, as is common. This turns the row of asterisks in chapter
+    V into an empty document.
     """
     text = files("nanguard.demo").joinpath("alice.txt").read_text(encoding="utf-8")
     pieces: list[str] = []
@@ -41,7 +41,7 @@ def documents() -> list[str]:
 
 
 def prepare(steps: int, generator: torch.Generator) -> TextData:
-    """As many batches as steps, in epochs that shuffle the documents anew."""
+    """One batch for each step, in epochs that shuffle the documents again."""
     pieces = _shuffled(documents(), generator)
     held_out = [piece for piece in pieces if len(piece) > CONTEXT // 2][:HELD_OUT]
     kept_back = set(held_out)
@@ -58,7 +58,7 @@ def as_batch(pieces: list[str]) -> Batch:
 
 
 def _epoch(pieces: list[str], generator: torch.Generator) -> list[list[str]]:
-    """Batches of documents that are about as long as each other, so that little is padded."""
+    """Batches of documents of similar length, so that there is little padding."""
     pieces, pool = _shuffled(pieces, generator), 8 * BATCH_SIZE
     batches: list[list[str]] = []
     for start in range(0, len(pieces), pool):

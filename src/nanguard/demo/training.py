@@ -1,4 +1,4 @@
-"""The same training twice: in a plain loop, and under the guard."""
+"""The same training in a plain loop and under the guard."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from nanguard.guard import Guard
 
 LR = 0.003
 HOT_LR = 0.3
-"""Of queries and keys: a hundred times too hot. What takes a large model weeks then happens within a minute."""
+"""The learning rate of queries and keys, a hundred times too high. Failures of weeks happen within a minute."""
 
 MAX_NORM = 1.0
 LAST_STEPS = 20
-"""How many steps at the end the final loss is the mean of."""
+"""The final loss is the mean over this many last steps."""
 
 PROMPT = "alice "
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """How far a run has come: its losses, the loss scale, how many steps were applied, and what they left."""
+    """The progress of a run: losses, loss scale, number of applied steps, and whether weights are finite."""
 
     losses: list[float] = field(default_factory=list)
     scale: float = 0.0
@@ -40,7 +40,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     steps: int
     applied: int
@@ -54,12 +54,12 @@ class Result:
     sample: str
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but the single losses."""
+        """All fields but the list of losses."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "losses"}
 
 
 def fresh(seed: int) -> tuple[GPT, AdamW]:
-    """The model and its optimizer; queries and keys have a learning rate of their own."""
+    """A new model and its optimizer. Queries and keys have their own learning rate."""
     torch.manual_seed(seed)
     model = GPT(vocabulary=VOCABULARY, context=CONTEXT)
     hot = [p for name, p in model.named_parameters() if ".query." in name or ".key." in name]
@@ -69,7 +69,7 @@ def fresh(seed: int) -> tuple[GPT, AdamW]:
 
 
 def plain_loop(model: nn.Module, optimizer: Optimizer, data: TextData) -> Iterator[TrainingProgress]:
-    """As it is written for fp16: autocast, a GradScaler, clipping. Ends when the weights are no longer finite."""
+    """A usual fp16 loop: autocast, a GradScaler, clipping. Ends when the weights are no longer finite."""
     scaler = torch.amp.GradScaler("cpu")
     told = TrainingProgress()
 
@@ -150,7 +150,7 @@ def held_out_loss(model: nn.Module, batch: Batch) -> float:
 
 @torch.no_grad()
 def write(model: GPT, generator: torch.Generator, length: int = 60) -> str:
-    """What the model writes after ``PROMPT``; nothing where it has no probabilities to draw from."""
+    """The text that the model writes after ``PROMPT``; empty if its outputs are non-finite."""
     numbers = [1 + CHARACTERS.index(c) for c in PROMPT]
     while len(numbers) < length:
         logits: Tensor = model(torch.tensor([numbers]))[0, -1, 1:]

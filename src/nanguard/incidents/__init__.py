@@ -1,1 +1,1 @@
-"""Bad steps on disk."""
+"""Incidents on disk: writing and reading them."""

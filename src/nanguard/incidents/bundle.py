@@ -1,4 +1,4 @@
-"""Keeps failing steps on disk: ``run_dir/incidents/0001/``, whole or not at all, and never in the way of training."""
+"""Saves failing steps to ``run_dir/incidents/0001/``, atomically. An error here never stops training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanguard")
 
 CaptureLevel = Literal["none", "meta", "batch", "full"]
-"""``none``: nothing. ``meta``: what happened, and no data. ``batch``: the data and random states of the step too.
-``full``: also the weights, as the step found them."""
+"""``none``: nothing. ``meta``: a description without data. ``batch``: also the data and random states of the step.
+``full``: also the weights from before the step."""
 
 BATCH_LIMIT = 256 << 20
 WEIGHTS_LIMIT = 1 << 30
 SAMPLES_LIMIT = 16 << 20
-"""Bytes. What is over is left out, and ``incident.json`` says so."""
+"""Limits in bytes. Larger parts are left out, and ``incident.json`` says so."""
 
 MOST = 100
-"""How many bundles a run has; after it the first of a kind is still written, without data, up to twice as many."""
+"""How many bundles a run may have. Beyond it the first of a kind is still saved, without data, up to twice as many."""
 
 TOTAL_LIMIT = 2 << 30
-"""Bytes of all bundles of a run together. Data that are over it are left out."""
+"""Limit in bytes for all bundles of a run. Data beyond it are left out."""
 
 _MOST_SAMPLES, _MOST_TENSORS, _MOST_READINGS = 8, 64, 64
 _DAY_S = 86_400.0
@@ -56,7 +56,7 @@ _PASSING = re.compile(r"writing-[0-9]+-[0-9a-f]{8}")
 
 
 def folders(run_dir: str | Path) -> list[Path]:
-    """The incidents of a run, in order: those of ``run_dir/incidents``, by name alone. None where there is no such."""
+    """The incident folders of a run, in order, found by name in ``run_dir/incidents``. Empty if there are none."""
     found = []
     for path in _entries(Path(run_dir) / "incidents"):
         if match := _NAME.fullmatch(path.name):
@@ -66,17 +66,17 @@ def folders(run_dir: str | Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is to be written of a step when it is known what became of it."""
+    """What will be written about a step once its outcome is known."""
 
     draft: BundleDraft
     facts: dict[str, Any]
 
 
 class Bundles:
-    """Those of one run, written by one rank. An existing ``run_dir`` goes on with the next free number.
+    """Writes the incidents of one run on one rank. In an existing ``run_dir``, numbers continue.
 
-    ``rank`` 0 writes ``incidents/0001``, another ``incidents/0001-rank3``: each rank keeps its own data. Nothing is
-    written, not even a folder, before there is an incident.
+    Rank 0 writes ``incidents/0001``, rank 3 ``incidents/0001-rank3``: each rank saves its own data. No folder is made
+    before the first incident.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Bundles:
 
     @property
     def num_left_out(self) -> int:
-        """Incidents that were not written, since enough of their kind, or enough in all, are there."""
+        """How many incidents were not saved because there are enough of their kind or enough in total."""
         return self._budget.num_left_out
 
     @property
     def folder(self) -> Path:
-        """Of all incidents; of a run that is not written to yet it may get another name."""
+        """The folder of all incidents. It may still change until the run writes something."""
         return self._run_dir.path / "incidents"
 
     def keep(
@@ -125,12 +125,12 @@ class Bundles:
         precision: str | None = None,
         kept_fp32: Sequence[str] = (),
     ) -> Path | None:
-        """Writes one incident and returns its folder; None where it was not to be written, or could not.
+        """Writes one incident and returns its folder; None if it is over the budget or could not be written.
 
-        Call it with the world as the failing step found it. ``number`` is that of the incident in its run; the folder
-        has the next one that is free. ``precision`` is what the step ran in, where that is no longer what the run began
-        with; ``kept_fp32`` are the modules that ran in fp32. Waits for the device. Never raises for what goes wrong: a
-        full disk, a batch that cannot be read; that is a warning.
+        Call it while the training state is as it was before the failing step. ``number`` is that of the incident in
+        its run; the folder gets the next free number. ``precision`` is that of the step, if it has changed during the
+        run; ``kept_fp32`` are the modules that ran in fp32. Syncs. Errors, such as a full disk or a batch that cannot
+        be read, are logged as warnings and never raised.
         """
         kept = self.gather(
             outcome.diagnosis,
@@ -155,10 +155,10 @@ class Bundles:
         found: Sequence[str] = (),
         in_any_case: bool = False,
     ) -> Kept | None:
-        """The first half of ``keep``: what is there now, before anything is done about the step.
+        """The first half of ``keep``: collects the data before the step is handled.
 
-        None if enough of the same kind are kept, by what was ``found`` and by the diagnosis; ``in_any_case`` counts as
-        the first of a kind.
+        None if enough incidents of the same kind are saved, by ``found`` and the diagnosis. ``in_any_case`` treats it
+        as the first of its kind.
         """
         if self.capture == "none":
             return None
@@ -180,7 +180,7 @@ class Bundles:
             return None
 
     def write(self, number: int, outcome: Outcome, kept: Kept) -> Path | None:
-        """The second half: onto the disk, with what became of the step."""
+        """The second half of ``keep``: writes the collected data and the outcome to disk."""
         reading = outcome.verdict.reading
         told = {
             "number": number,
@@ -196,11 +196,11 @@ class Bundles:
             return None
 
     def _give_up(self, step: int, error: Exception) -> None:
-        # As text: whoever keeps the record would keep the error, its frames, and with them a whole batch.
+        # As text: a log record that holds the error would keep its frames alive, and with them a whole batch.
         why = f"{type(error).__name__}: {error}"
-        log.warning("step %d: the incident is not kept in %s (%s); the run goes on", step, self.folder, why)
+        log.warning("step %d: the incident could not be saved to %s (%s); the run goes on", step, self.folder, why)
 
-    # ---- what there is to say ------------------------------------------------------------------------------------
+    # ---- collecting ----------------------------------------------------------------------------------------------
 
     def _facts(
         self,
@@ -237,18 +237,18 @@ class Bundles:
         model: nn.Module,
     ) -> None:
         if capture == "meta":
-            draft.leave_out("data and weights", "no data are written with capture='meta'")
+            draft.leave_out("data and weights", "no data are saved with capture='meta'")
             if self.capture != "meta":
                 draft.notes.append(
-                    f"capture={self.capture!r} was asked for, but {self._most} bundles hold data already"
+                    f"capture={self.capture!r} was asked for, but {self._most} bundles already hold data"
                 )
             return
         room = self._budget.room()
         if room < self._batch_limit:
-            draft.notes.append(f"{room:,} bytes were left of what all incidents of a run may take together")
+            draft.notes.append(f"only {room:,} bytes were left of the limit for all incidents of a run")
         batches = [] if pending is None else pending.batches
         if all(batch is None for batch in batches):
-            draft.leave_out("batch", "the guard has not seen the data of the step: iterate over guard.epoch(loader)")
+            draft.leave_out("batch", "the guard did not see the data of the step: iterate over guard.epoch(loader)")
         else:
             draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, min(self._batch_limit, room))
             self._add_samples(draft, diagnosis, batches, min(SAMPLES_LIMIT, room - draft.size))
@@ -259,12 +259,12 @@ class Bundles:
             trees = {f"rng[{i}]": tree_of_rng(state) for i, state in enumerate(states) if state is not None}
             draft.add("rng", trees, min(self._batch_limit, room - draft.size))
         if capture == "full":
-            draft.add_named("weights", _weights(model), min(self._weights_limit, room - draft.size))
+            draft.add_named("weights", named_weights(model), min(self._weights_limit, room - draft.size))
         else:
-            draft.leave_out("weights", "they are written with capture='full' only")
+            draft.leave_out("weights", "they are saved only with capture='full'")
 
     def _add_samples(self, draft: BundleDraft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
-        """The part of the batch that is to blame: small, and there where the whole is too large."""
+        """Adds the samples that caused the fault. They are small, so they are saved even if the batch is too large."""
         if diagnosis is None or not diagnosis.samples:
             return
         place = diagnosis.microbatch or 0
@@ -274,13 +274,13 @@ class Bundles:
             samples = [i for i in diagnosis.samples if 0 <= i < num][:_MOST_SAMPLES]
             some = take(batch, samples, num) if samples else None
         except Exception as error:  # a batch may be of any class
-            draft.leave_out("samples", f"the batch cannot be cut: {type(error).__name__}: {error}")
+            draft.leave_out("samples", f"samples cannot be taken from the batch: {type(error).__name__}: {error}")
             return
         if not samples:
             return
         draft.add("samples", {"samples": {"of": place, "indices": samples, "batch": some}}, limit)
 
-    # ---- onto the disk -------------------------------------------------------------------------------------------
+    # ---- writing -------------------------------------------------------------------------------------------------
 
     def _write(self, draft: BundleDraft, facts: dict[str, Any], number: int) -> Path:
         self._tidy()
@@ -305,14 +305,14 @@ class Bundles:
         return [int(match[1]) for match in matches if match and int(match[2] or 0) == self._rank]
 
     def _tidy(self) -> None:
-        """Removes what a process that died has left half; what is a day old has no owner."""
+        """Removes half-written folders of dead processes: those that are a day old."""
         for path in _entries(self.folder):
             if _PASSING.fullmatch(path.name) and time.time() - _changed(path) > _DAY_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _kind(diagnosis: Diagnosis | None, found: Sequence[str]) -> tuple[Any, ...]:
-    """What is the same for two incidents that are the same fault."""
+    """A key that is equal for incidents with the same fault."""
     if diagnosis is None:
         return tuple(found)
     place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
@@ -334,11 +334,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _described(micro: Microbatch, capture: CaptureLevel) -> dict[str, Any]:
-    """Types and shapes of the tensors of a batch, and their names where data may be written: keys may be data."""
+    """Types and shapes of the tensors in a batch, and their names if data may be saved: keys may be data."""
     enabled, dtype = micro.autocast
     try:
         named = list(islice(named_tensors(micro.batch), _MOST_TENSORS))
-    except Exception:  # a batch may be of any class, and may hold itself
+    except Exception:  # a batch may be of any class and may contain itself
         log.debug("the tensors of a batch cannot be listed", exc_info=True)
         named = []
     tensors = [
@@ -351,7 +351,7 @@ def _described(micro: Microbatch, capture: CaptureLevel) -> dict[str, Any]:
 
 
 def _brief(reading: Reading) -> dict[str, Any]:
-    """Without what is as it usually is."""
+    """The reading without fields that have their default value."""
     usual = {f.name: f.default for f in fields(reading)}
     return {key: value for key, value in asdict(reading).items() if value != usual[key]}
 
@@ -363,11 +363,7 @@ def _in_eval(pending: PendingStep | None, model: nn.Module) -> list[str]:
     return [plain_name(name) for name, module in named if not modes.get(id(module), module.training)]
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return dict(_named_weights(model))
-
-
-def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by names without prefixes of wrappers."""
     inner = unwrapped(model)
-    for named in (inner.named_parameters(), inner.named_buffers()):
-        yield from ((plain_name(name), tensor) for name, tensor in named)
+    return {plain_name(name): tensor for name, tensor in (*inner.named_parameters(), *inner.named_buffers())}

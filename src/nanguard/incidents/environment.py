@@ -1,4 +1,4 @@
-"""Where a step ran: versions, device, and the switches of torch that change numbers; and how these are set again."""
+"""The environment of a step: versions, device and the settings of torch that change numbers. Can restore these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(*, device: torch.device, precision: str, rank: int, world_size: 
 
 
 def flags() -> dict[str, Any]:
-    """The switches as they are; None for one that this torch does not tell."""
+    """The current settings; None for one that this torch does not report."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": _told(torch, "get_float32_matmul_precision"),
@@ -47,7 +47,7 @@ def flags() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_then(recorded: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, what changes rounding is as recorded, as far as that is known; afterwards as before."""
+    """Inside, settings that change rounding are as recorded, if known. They are restored afterwards."""
     before = flags()
     _set(recorded)
     try:
@@ -73,6 +73,6 @@ def _told(owner: Any, name: str) -> Any:
     try:
         value = getattr(owner, name)
         value = value() if callable(value) else value
-    except (AttributeError, RuntimeError):  # newer releases refuse to say where a program mixes old and new switches
+    except (AttributeError, RuntimeError):  # newer releases raise if a program mixes old and new settings
         return None
     return value if isinstance(value, (bool, str, int)) else str(value)

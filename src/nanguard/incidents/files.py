@@ -1,8 +1,8 @@
-"""One incident on disk: a folder of ``incident.json`` and, where data were captured, ``tensors.safetensors``.
+"""One incident on disk: a folder with ``incident.json`` and, if data were captured, ``tensors.safetensors``.
 
-``incident.json`` is for people and programs. Its ``contents`` are trees as ``trees`` writes them, and its ``tensors``
-say size, checksum and types of the other file, which any reader of safetensors can open: complex numbers are pairs in
-it, and types that safetensors does not know are bytes. Nothing in either file can run code.
+``incident.json`` is for people and programs. Its ``contents`` are trees in the format of ``trees``, and its ``tensors``
+are size, checksum and types of the other file, which any reader of safetensors can open. Complex numbers are stored as
+pairs, and types that safetensors does not know as bytes. Nothing in either file can run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INCIDENT, TENSORS = "incident.json", "tensors.safetensors"
 
 @dataclass(slots=True)
 class BundleDraft:
-    """What is to be written: trees, the tensors they refer to, and what is not in it, with the reason."""
+    """What will be written: trees, the tensors they refer to, and what was left out, with the reason."""
 
     trees: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class BundleDraft:
         self.left_out.append({"what": what, "why": why})
 
     def add(self, what: str, trees: Mapping[str, Any], limit: int) -> None:
-        """Trees by name, all of them or none: then it is noted why. ``what`` is what they are together."""
+        """Adds trees by name, all or none. If none, the reason is noted. ``what`` names them together."""
         data: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         notes: list[str] = []
@@ -51,7 +51,7 @@ class BundleDraft:
                 tensors.update((f"{name}.{number}", tensor) for number, tensor in members.items())
                 notes += told
                 size += len(json.dumps(data[name], allow_nan=False))
-        except Exception as error:  # a batch may be of any class, and do anything when it is looked into
+        except Exception as error:  # a batch may be of any class, and reading it may do anything
             self.leave_out(what, f"it cannot be written: {_reason(error)}")
             return
         if self._fits(what, tensors, limit, size):
@@ -60,10 +60,10 @@ class BundleDraft:
             self.notes += notes if what != "samples" or "batch[0]" not in self.trees else []
 
     def add_named(self, what: str, tensors: Mapping[str, Tensor], limit: int) -> None:
-        """Copies of tensors by their own names, all of them or none."""
+        """Adds copies of tensors by their own names, all or none."""
         for name, tensor in tensors.items():
             if trouble := unfit_tensor(tensor):
-                self.leave_out(what, f"{name}: {trouble} cannot be kept")
+                self.leave_out(what, f"{name}: {trouble} cannot be saved")
                 return
         if self._fits(what, tensors, limit):
             self.trees[what] = list(tensors)
@@ -71,7 +71,7 @@ class BundleDraft:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """The size of its tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def _fits(self, what: str, tensors: Mapping[str, Tensor], limit: int, size: int = 0) -> bool:
@@ -81,7 +81,7 @@ class BundleDraft:
         return size <= limit
 
     def write(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Into ``folder``, which is new. When this returns it is on the disk. Waits for the device."""
+        """Writes to ``folder``, which must not exist, and flushes it to disk. Syncs."""
         folder.mkdir()
         stored = None
         if self.tensors:
@@ -102,7 +102,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _traits(tensor: Tensor) -> dict[str, Any]:
-    """What the bytes do not say; nothing where that is as usual."""
+    """Properties that the bytes do not show. Default values are left out."""
     traits: dict[str, Any] = {}
     if tensor.is_complex():
         traits["complex"] = True
@@ -119,14 +119,14 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """``incident.json``, as far as its form goes. Raises ``OSError`` or ``ValueError``."""
+    """``incident.json``, checked for JSON and schema only. Raises ``OSError`` or ``ValueError``."""
     raw = path.read_bytes()
     try:
         document = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is torn, or no JSON that nanguard wrote ({_reason(error)})") from None
+        raise ValueError(f"{path.name} is incomplete, or not JSON that nanguard wrote ({_reason(error)})") from None
     if not isinstance(document, dict) or "schema" not in document:
-        raise ValueError(f"{path.name} is none of nanguard's: it has no schema")
+        raise ValueError(f"{path.name} was not written by nanguard: it has no schema")
     if document["schema"] != SCHEMA:
         raise ValueError(
             f"{path.name} has schema {document['schema']!r:.20}, and this nanguard reads schema {SCHEMA}: use the "
@@ -136,7 +136,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def check_tensors(folder: Path, stored: Any) -> None:
-    """Whether what ``incident.json`` says of the tensors can be, and their file is there in full."""
+    """Checks the entries for tensors in ``incident.json``, and that their file is complete. Raises ``ValueError``."""
     if stored is None:
         return
     if not isinstance(stored, dict) or not isinstance(stored.get("index"), dict):
@@ -147,19 +147,19 @@ def check_tensors(folder: Path, stored: Any) -> None:
     for name, entry in stored["index"].items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
-            raise ValueError(f"{INCIDENT} speaks of a tensor that cannot be: {name!r:.60}")
+            raise ValueError(f"{INCIDENT} has an invalid entry for a tensor: {name!r:.60}")
         if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
-            raise ValueError(f"{INCIDENT} speaks of a type that this torch does not have: {entry.get('dtype')!r:.60}")
+            raise ValueError(f"{INCIDENT} names a dtype that this torch does not have: {entry.get('dtype')!r:.60}")
     try:
         size = os.stat(folder / TENSORS).st_size
     except FileNotFoundError:
         raise ValueError(f"{TENSORS} is missing") from None
     if size != stored["size"]:
-        raise ValueError(f"{TENSORS} has {size:,} bytes instead of {stored['size']:,}: it is torn or was altered")
+        raise ValueError(f"{TENSORS} has {size:,} bytes instead of {stored['size']:,}: it is incomplete or was changed")
 
 
 def read_all(folder: Path, stored: Any, device: torch.device | None) -> dict[str, Tensor]:
-    """Every tensor, verified; those that were on an accelerator go to ``device``, if one is given."""
+    """Every tensor, verified. With ``device``, tensors that were on an accelerator are moved there."""
     check_tensors(folder, stored)
     if stored is None:
         return {}
@@ -182,7 +182,7 @@ def read_tree(contents: Mapping[str, Any], name: str, tensors: Mapping[str, Tens
 
 
 def tree_of_rng(state: RngState) -> dict[str, Any]:
-    """Random states with the 625 numbers of Python's as a tensor: ``incident.json`` stays readable."""
+    """Random states. Python's 625 numbers become a tensor so that ``incident.json`` stays readable."""
     told = state.as_dict()
     if told["host"] is not None:
         (version, numbers, gauss), numpy = told["host"]
@@ -191,7 +191,7 @@ def tree_of_rng(state: RngState) -> dict[str, Any]:
 
 
 def rng_of_tree(tree: Any) -> RngState:
-    """Raises ``ValueError`` for what ``tree_of_rng`` does not give."""
+    """The inverse of ``tree_of_rng``. Raises ``ValueError`` for anything else."""
     try:
         host, cuda = tree["host"], tree["cuda"]
         if host is not None:

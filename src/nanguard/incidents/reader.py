@@ -1,4 +1,4 @@
-"""Reads what was kept of a failing step. Everything is checked, and nothing that is read can run code."""
+"""Reads saved incidents. Everything is checked, and nothing that is read can run code."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SHAPES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One incident, as it was written.
+    """A saved incident.
 
-    ``facts`` are all of ``incident.json`` but the data: environment, capture, what was left out and why. ``history``
-    are the readings of the steps before. The methods read ``tensors.safetensors``, verify it, and give tensors that are
-    nobody else's; they raise ``BundleError`` where it is damaged.
+    ``facts`` are the contents of ``incident.json`` without the data: environment, capture, what was left out and why.
+    ``history`` are the readings of the steps before. The methods read and verify ``tensors.safetensors`` and return new
+    tensors. They raise ``BundleError`` if the file is damaged.
     """
 
     path: Path
@@ -55,29 +55,29 @@ class Bundle:
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """None where the step was not examined."""
+        """None if the step was not examined."""
         return self.outcome.diagnosis
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """Of ``batch``, ``rng``, ``samples`` and ``weights`` those that are in it."""
+        """Which of ``batch``, ``rng``, ``samples`` and ``weights`` were saved."""
         return tuple(self.facts["captured"])
 
     def why_not(self, part: str) -> str:
         """Why a part was left out."""
         names = (part, "data and weights")
         found = [each["why"] for each in self.facts["left_out"] if each["what"] in names]
-        return "; ".join(found) or "there was nothing to keep"
+        return "; ".join(found) or "there was nothing to save"
 
     def batches(self, device: torch.device | None = None) -> list[Any]:
-        """The data of the step, one for each micro-batch; none where they were left out.
+        """The data of the step, one for each micro-batch. Empty if they were left out.
 
-        Tensors are on the CPU; with ``device``, those that were on an accelerator are there.
+        Tensors are on the CPU. With ``device``, those that were on an accelerator are moved there.
         """
         return self._trees("batch[", device)
 
     def rng(self) -> list[RngState]:
-        """The random states before each micro-batch; none where they were left out."""
+        """The random states before each micro-batch. Empty if they were left out."""
         trees = self._trees("rng[")
         try:
             return [rng_of_tree(tree) for tree in trees]
@@ -85,12 +85,12 @@ class Bundle:
             raise BundleError(f"{self.path}: {error}") from None
 
     def samples(self, device: torch.device | None = None) -> Any:
-        """A batch of the samples that are to blame alone; None where they were not told or left out."""
+        """A batch of only the samples that caused the fault. None if they are not known or were left out."""
         trees = self._trees("samples", device)
         return trees[0]["batch"] if trees and isinstance(trees[0], dict) and "batch" in trees[0] else None
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, as the step found them; empty where they were left out."""
+        """Parameters and buffers by name, from before the step. Empty if they were left out."""
         names = self._contents.get("weights", [])
         if not names:
             return {}
@@ -112,9 +112,9 @@ class Bundle:
 
 
 def load(path: str | Path) -> Bundle:
-    """The incident in a folder, or of an ``incident.json``. Raises ``BundleError`` for anything else.
+    """The incident in a folder or of an ``incident.json``. Raises ``BundleError`` for anything else.
 
-    The tensors are looked at when they are asked for; that their file is there and of the right size, now.
+    Tensors are read later, when they are needed. That their file exists and has the right size is checked now.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -132,7 +132,7 @@ def load(path: str | Path) -> Bundle:
 def _bundle(folder: Path, document: dict[str, Any]) -> Bundle:
     for key, kind in _SHAPES.items():
         if key not in document:
-            raise ValueError(f"{INCIDENT} is not whole: {key!r} is missing")
+            raise ValueError(f"{INCIDENT} is incomplete: {key!r} is missing")
         built(kind, document[key], key)
     for key in ("captured", "eval_modules", "kept_fp32", "notes"):
         built(tuple[str, ...], document[key], key)
@@ -161,10 +161,10 @@ def _check_contents(document: Mapping[str, Any]) -> None:
     index = stored.get("index") if isinstance(stored, dict) else {}
     there = {name.partition("[")[0] for name in contents}
     if there != set(document["captured"]):
-        raise ValueError(f"{INCIDENT} says that {sorted(document['captured'])} were captured, and has {sorted(there)}")
+        raise ValueError(f"{INCIDENT} says that {sorted(document['captured'])} were captured, but has {sorted(there)}")
     for name in built(tuple[str, ...], contents.get("weights", []), "weights"):
         if not isinstance(index, dict) or f"weights.{name}" not in index:
-            raise ValueError(f"{INCIDENT} speaks of weights that are not there: {name!r:.60}")
+            raise ValueError(f"{INCIDENT} names weights that were not saved: {name!r:.60}")
 
 
 def _reason(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""Batches as trees of plain values and tensors, and back: whatever a program puts into one.
+"""Converts batches of any kind to trees of plain values and tensors, and back.
 
-Containers of Python's own come back as they were. A named tuple comes back as one of the same fields; any other class
-as ``Fields``, a dictionary whose entries are attributes too; what cannot be kept as ``Lost``. When a tree is read no
-class is looked up, and nothing is run.
+Python's own containers come back unchanged. A named tuple comes back as one with the same fields, any other class as
+``Fields``, a dictionary whose entries are also attributes, and what cannot be saved as ``Lost``. Reading a tree looks
+up no class and runs no code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEEPEST, _MOST_VALUES, _MOST_NOTES = 30, 1_000_000, 20
 
 
 class Fields(dict[str, Any]):
-    """What an object of an unknown class held: a dictionary whose entries are attributes too."""
+    """The contents of an object of an unknown class: a dictionary whose entries are also attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,29 +45,30 @@ class Fields(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Stands where something was that could not be kept."""
+    """Takes the place of a value that could not be saved."""
 
     what: str
 
 
 def flatten(tree: Any, name: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
-    """Strict JSON, the tensors it refers to, and in words what will not come back as it was.
+    """Strict JSON, the tensors it refers to, and sentences about what will not come back unchanged.
 
-    ``name`` is that of the tree in these words. Raises ``ValueError`` where it is too large for anything but tensors.
+    ``name`` is the name of the tree in these sentences. Raises ``ValueError`` if there are too many values outside of
+    tensors.
     """
     work = _Preparing()
     data, tensors = encode(work.value(tree, name))
     more = len(work.notes) - _MOST_NOTES
-    return data, tensors, (*work.notes[:_MOST_NOTES], *([f"and {more:,} more of the kind"] if more > 0 else []))
+    return data, tensors, (*work.notes[:_MOST_NOTES], *([f"and {more:,} more"] if more > 0 else []))
 
 
 def restore(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``flatten`` was given. Raises ``ValueError`` for what it does not write."""
+    """The inverse of ``flatten``. Raises ``ValueError`` for anything that ``flatten`` does not write."""
     return decode(data, tensors, _MAKERS)
 
 
 class _Preparing:
-    """Turns a tree, which may hold itself, into one of what the codec knows."""
+    """Converts a tree, which may contain itself, to types that the codec knows."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -83,7 +84,7 @@ class _Preparing:
         if isinstance(value, Tensor):
             return self._tensor(value, name)
         if id(value) in self._open:
-            return self._lost("something that holds itself", name)
+            return self._lost("something that contains itself", name)
         if len(self._open) >= _DEEPEST:
             return self._lost(f"something nested more than {_DEEPEST} deep", name)
         self._open.add(id(value))
@@ -110,7 +111,7 @@ class _Preparing:
             if isinstance(value, plain):
                 return self._instead(value, plain(value), f"a plain {plain.__name__}", name)
         for container in (list, tuple, set, frozenset, deque):
-            if isinstance(value, container):  # which may be read from somewhere, without end
+            if isinstance(value, container):  # a subclass may generate values without end
                 some = container(itertools.islice(value, _MOST_VALUES + 1))
                 return self._instead(value, some, f"a plain {container.__name__}", name)
         if isinstance(value, PurePath):
@@ -191,7 +192,7 @@ class _Preparing:
         return self.value(other, name)
 
     def _lost(self, what: str, name: str) -> Any:
-        self.notes.append(f"{name}: {what} cannot be kept")
+        self.notes.append(f"{name}: {what} cannot be saved")
         return Tagged("$lost", what)
 
 
@@ -222,11 +223,11 @@ def _name_of(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-# ---- back ------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _can_be_named(fields: Any) -> bool:
-    """Whether these can be the fields of a named tuple; no name of theirs can hide what a tuple does."""
+    """Whether these can be the fields of a named tuple without hiding a method of tuple."""
     return isinstance(fields, (list, tuple)) and len(set(fields)) == len(fields) and all(map(_is_field, fields))
 
 
@@ -243,7 +244,7 @@ def _named(content: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _kind(name: str, fields: tuple[str, ...]) -> Any:
-    """A class of tuples with these fields. Made without ``collections.namedtuple``, which evaluates text."""
+    """A tuple class with these fields. ``collections.namedtuple`` is not used because it evaluates text."""
     members: dict[str, Any] = {
         "__slots__": (),
         "__new__": lambda cls, *items: tuple.__new__(cls, items),

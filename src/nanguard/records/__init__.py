@@ -41,7 +41,3 @@ def __getattr__(name: str) -> Any:
             if (value := getattr(import_module(f"nanguard.records.{module}"), name, None)) is not None:
                 return value
     raise AttributeError(f"module 'nanguard.records' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

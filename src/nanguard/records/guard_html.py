@@ -1,4 +1,4 @@
-"""What a ``Guard`` looks like in a notebook."""
+"""How a ``Guard`` is shown in a notebook."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _last(incidents: Sequence[Incident]) -> Child:
         for incident in reversed(incidents[-_MOST_INCIDENTS:])
     ]
     earlier = len(incidents) - len(shown)
-    rest = tag("div", f"and {earlier:,} before", style=QUIET) if earlier else None
-    return [f"{len(incidents):,}, the last first", tag("ul", shown, style="margin:2px 0;padding-left:18px"), rest]
+    rest = tag("div", f"and {earlier:,} earlier", style=QUIET) if earlier else None
+    return [f"{len(incidents):,}, newest first", tag("ul", shown, style="margin:2px 0;padding-left:18px"), rest]
 
 
 def _why(diagnosis: Diagnosis) -> str:

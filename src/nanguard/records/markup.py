@@ -1,4 +1,4 @@
-"""HTML that cannot be broken by what is in it: plain strings are escaped, only ``Markup`` is taken as it stands."""
+"""Safe HTML: plain strings are escaped, only ``Markup`` is used as it is."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _VOID = frozenset({"input", "meta", "br", "hr", "path"})
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 Child = str | int | Iterable[Any] | None
-"""A string, a number, ``Markup``, nothing, or any nesting of these."""
+"""A string, a number, ``Markup``, None, or a nested iterable of these."""
 
 
 def tag(name: str, /, *children: Child, **attributes: str | int | bool | None) -> Markup:
-    """One element. A trailing ``_`` of an attribute's name is dropped, other ``_`` become ``-``.
+    """One element. In names of attributes a trailing ``_`` is dropped, and other ``_`` become ``-``.
 
-    True writes the attribute alone; None and False leave it out.
+    True writes the attribute without a value. None and False omit it.
     """
     told = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
@@ -34,7 +34,7 @@ def tag(name: str, /, *children: Child, **attributes: str | int | bool | None) -
 
 
 def joined(children: Iterable[Any]) -> Markup:
-    """Children one after the other, escaped where they are no ``Markup``."""
+    """The children joined, each escaped unless it is ``Markup``."""
     parts = []
     for child in children:
         if child is None:
@@ -49,14 +49,14 @@ def joined(children: Iterable[Any]) -> Markup:
 
 
 def escaped(value: str | int) -> str:
-    """As HTML shows it letter by letter; what is not seen, or turns what is seen around, is spelled out."""
+    """Escaped for HTML. Invisible characters and those that reverse text are spelled out."""
     text = str(value)
     shown = text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
     return html.escape(shown, quote=True)
 
 
 def embedded(data: Mapping[str, Any]) -> Markup:
-    """JSON that may stand inside a ``script`` element: nothing in it can end the element or open another."""
+    """JSON that is safe inside a ``script`` element: it cannot close the element or open another."""
     told = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for char in "<>&":
         told = told.replace(char, f"\\u{ord(char):04x}")

@@ -1,4 +1,4 @@
-"""What a ``Diagnosis`` looks like in a notebook: the panel's words, in HTML that needs nothing else."""
+"""How a ``Diagnosis`` is shown in a notebook: the text of the panel as self-contained HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanguard.records.markup import Child, Markup, tag
 if TYPE_CHECKING:
     from nanguard.records.diagnosis import Diagnosis
 
-# Colours come from the notebook itself; what is set apart is so by weight and opacity, in light and dark alike.
+# Colours come from the notebook. Weight and opacity set text apart, which works in light and dark themes.
 QUIET = "opacity:.8"
 _BOX = "border:1px solid rgba(128,128,128,.45);border-radius:8px;padding:10px 14px;max-width:900px;line-height:1.5"
 _HEAD = "font-weight:600;margin-bottom:4px"
@@ -22,22 +22,22 @@ _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.92em"
 
 
 def diagnosis_html(diagnosis: Diagnosis) -> str:
-    """The rows of the panel as a small table; the longer text in a fold."""
+    """The rows of the panel as a small table, with the full text in a collapsed section."""
     at = "" if diagnosis.step is None else f"step {diagnosis.step:,}: "
     head = f"{at}{diagnosis.words} ({diagnosis.phase}, {diagnosis.confidence})"
     text = tag("pre", diagnosis.report(), style=f"{_MONO};overflow-x:auto;margin:6px 0 0")
-    more = tag("details", tag("summary", "all that is known", style="cursor:pointer"), text, style="margin-top:6px")
+    more = tag("details", tag("summary", "full diagnosis", style="cursor:pointer"), text, style="margin-top:6px")
     return box(head, table(rows(diagnosis)), more)
 
 
 def box(head: str, *children: Child) -> str:
-    """A frame with a headline, and what is in it."""
+    """A frame with a headline and its contents."""
     name = tag("span", "nanguard  ", style=f"{QUIET};font-weight:400")
     return str(tag("div", tag("div", name, head, style=_HEAD), children, style=_BOX))
 
 
 def table(told: Iterable[tuple[str, Child]]) -> Markup:
-    """Name and text of each row."""
+    """A table of rows of a name and a text."""
     body = [
         tag("tr", tag("th", name, scope="row", style=_NAME), tag("td", text, style=_CELL), style="background:none")
         for name, text in told

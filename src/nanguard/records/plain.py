@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """The value with floats that JSON cannot say as strings, and tuples as lists."""
+    """The value with NaN and Inf as strings, and tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line, with all that could steer a terminal spelled out: names come from the file."""
+    """The text on one line, with control characters spelled out: text from a file must not control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -1,4 +1,4 @@
-"""Records from their plain form, as JSON has it: every value is checked against the type of its field."""
+"""Builds records from their JSON form. Every value is checked against the type of its field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def built(kind: Any, value: Any, at: str) -> Any:
-    """A value of a record from its plain form. Raises ``ValueError`` that says at which place it cannot be one."""
+    """A value of type ``kind`` from its JSON form. Raises ``ValueError`` that names the place if it does not fit."""
     origin, options = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

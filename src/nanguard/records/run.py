@@ -16,10 +16,10 @@ RUN_LOG = "run.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step, as it was heard of. ``norms`` are those of the gradients before clipping, one for each group.
+    """One step. ``norms`` are gradient norms before clipping, one for each parameter group.
 
-    ``lrs`` has one for each parameter group, NaN for one that only the device knew. ``skipped`` steps changed nothing.
-    ``optimizer`` is empty where only one guard wrote the log.
+    ``lrs`` are learning rates, one for each group; NaN if only the device knew it. A ``skipped`` step changed nothing.
+    ``optimizer`` is empty if one guard wrote the log.
     """
 
     step: int
@@ -36,7 +36,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventRecord:
-    """What else happened: ``overflow``, ``drop``, ``eased``, ``roll_back``, ``alert``. ``fields`` are as written."""
+    """Another event: ``overflow``, ``drop``, ``eased``, ``roll_back`` or ``alert``. ``fields`` are as written."""
 
     event: str
     time: float
@@ -54,11 +54,11 @@ class IncidentRecord(Incident):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a run log says.
+    """The contents of a run log.
 
-    ``header`` is that of the last process that wrote to it, ``headers`` of all of them; ``steps`` are in order, each
-    there once; ``end`` is None where the last process has not ended its log. ``troubles`` has a sentence for each line
-    that could not be read.
+    ``header`` is that of the last process that wrote the log, ``headers`` are those of all. ``steps`` are in order,
+    each once. ``end`` is None if the last process did not close its log. ``troubles`` has a sentence for each line that
+    could not be read.
     """
 
     path: Path
@@ -72,17 +72,17 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run was brought to its end; one that was killed, or halted, was not."""
+        """Whether the run ended normally. False if it was killed or halted, or still runs."""
         return self.end is not None
 
     @property
     def name(self) -> str:
-        """That of the folder."""
+        """The name of the folder."""
         folder = self.path.parent if self.path.name == RUN_LOG else self.path
         return folder.resolve().name if folder.name in ("", ".", "..") else folder.name
 
     def frame(self) -> Any:
-        """The steps as a ``pandas.DataFrame``: ``norm_0`` and on for the groups, ``lr_0`` and on for learning rates."""
+        """The steps as a ``pandas.DataFrame`` with columns ``norm_0``, ... and ``lr_0``, ... for the groups."""
         try:
             pandas: Any = import_module("pandas")
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""What became of a run, in a line."""
+"""The result of a run in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Incident
 
 _LONG = 10
-"""So many refused steps at the end are worth a word."""
+"""From this many refused steps in a row at the end, the line mentions them."""
 
 
 def closing_line(
@@ -19,10 +19,10 @@ def closing_line(
     refused_in_a_row: int,
     num_not_kept: int = 0,
 ) -> str:
-    """How many steps were made and not applied, and why.
+    """How many steps were made, how many were not applied, and why.
 
-    ``unsound`` are names of what was not finite at the end, None if that was not looked at; ``num_not_kept`` is the
-    number of incidents that are not on disk.
+    ``unsound`` names what was non-finite at the end; None if that was not checked. ``num_not_kept`` is the number of
+    incidents that were not saved to disk.
     """
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
     total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
@@ -30,7 +30,7 @@ def closing_line(
     if num_skipped:
         told.append(f"{num_skipped:,} not applied")
     if counts.get("backed_off"):
-        told.append(f"{counts['backed_off']:,} left out by the loss scale")
+        told.append(f"{counts['backed_off']:,} skipped by the loss scale")
     if counts.get("rolled_back"):
         told.append(f"rolled back {counts['rolled_back']:,} time{'' if counts['rolled_back'] == 1 else 's'}")
     if counts.get("halted"):
@@ -43,14 +43,14 @@ def closing_line(
     elif unsound is not None:
         told.append("weights and optimizer state finite")
     if refused_in_a_row >= _LONG:
-        told.append(f"the last {refused_in_a_row:,} in a row refused: nothing was learned in them")
+        told.append(f"the last {refused_in_a_row:,} steps in a row refused: nothing was learned in them")
     if num_not_kept:
-        told.append(f"{num_not_kept:,} of {len(incidents):,} incidents not kept on disk")
+        told.append(f"{num_not_kept:,} of {len(incidents):,} incidents not saved to disk")
     return ", ".join(told) + _first(incidents)
 
 
 def _first(incidents: Sequence[Incident]) -> str:
-    """The first that says where it came from."""
+    """The first incident with a known cause."""
     if not incidents:
         return ""
     known = [each for each in incidents if each.diagnosis is not None and each.diagnosis.cause != "unknown"]

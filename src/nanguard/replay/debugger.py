@@ -1,7 +1,7 @@
-"""Stops in the debugger where a non-finite value is born: in the user's own frame, with the op just run.
+"""Stops in the debugger where a non-finite value first appears: in the user's frame, right after the op.
 
-A value that is born in the backward pass has no such frame any more. Then those of the forward op, which made the node
-of the graph, are kept, and looked into as after an error.
+In the backward pass that frame no longer exists. Then the frames of the forward op, which made the node of the graph,
+are kept and inspected as after an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.look import look
@@ -33,14 +32,15 @@ from nanguard.step.precision import Precision
 
 Say = Callable[[str], None]
 Moment = list[tuple[FrameType, int, int]]
-"""The user's frames of one op, innermost first, with the instruction and line each was at."""
+"""The user's frames of one op, innermost first, each with its instruction and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """Where to stop: at an op, a line, or both; where neither is said, at the first value that is ``born``, or seen.
+    """Where to stop: at an op, a line, or both. If neither is given, at the first non-finite value.
 
-    With ``backward`` in the backward pass only: infinities of the forward pass may be meant.
+    With ``born``, only where it comes from finite inputs. With ``backward``, only in the backward pass: infinities of
+    the forward pass may be intended.
     """
 
     op: str = ""
@@ -51,7 +51,7 @@ class Aim:
 
 
 def debug(stage: Stage, diagnosis: Diagnosis, say: Say) -> bool:
-    """Runs the step until the value is born, and opens the debugger there. False where the place did not come up."""
+    """Runs the step until the value appears, and opens the debugger there. False if the place was not reached."""
     for aim in _aims(diagnosis):
         for place in stage.batches:
             watch = _Watch(aim, say)
@@ -77,7 +77,7 @@ def _aims(diagnosis: Diagnosis) -> Iterator[Aim]:
 
 
 def _run(stage: Stage, place: int, watch: _Watch) -> None:
-    """Forward and backward, as the guard does them. Buffers and gradients are afterwards as before."""
+    """Forward and backward as in the guard. Buffers and gradients are restored afterwards."""
     model = stage.program.model
     buffers = [(buffer, buffer.detach().clone()) for buffer in unwrapped(model).buffers()]
     grads = [(param, param.grad) for param in model.parameters()]
@@ -100,7 +100,7 @@ def _run(stage: Stage, place: int, watch: _Watch) -> None:
 
 
 class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context, until it has stopped once."""
+    """Stops once while it is active as a context manager."""
 
     def __init__(self, aim: Aim, say: Say) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,9 +117,9 @@ class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_engine = site.by_engine and not site.in_user_code
         if not by_engine:
             self._remember(site.place)
-        was_finite = all(map(_is_finite, tensors((args, kwargs))))
+        was_finite = _is_finite((args, kwargs))
         result = func(*args, **kwargs)
-        if all(map(_is_finite, tensors(result))) or (self._aim.born and not was_finite):
+        if _is_finite(result) or (self._aim.born and not was_finite):
             return result
         name = str(func.overloadpacket.__name__).strip("_")
         if by_engine:
@@ -129,7 +129,7 @@ class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _remember(self, place: Place | None) -> None:
-        """The frames of a forward op, by the number of the node that it makes."""
+        """Keeps the frames of a forward op by the number of its graph node."""
         number = _compat.next_sequence_nr()
         is_new = self._aim.backward and number and number - 1 not in self._moments
         if is_new and number and place is not None and self._is_there(place):
@@ -146,7 +146,7 @@ class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.has_stopped = True
         frame = moment[0][0]
-        self._say(f"{name} has just given a non-finite value, called in line {frame.f_lineno}")
+        self._say(f"{name} has just returned a non-finite value, called in line {frame.f_lineno}")
         debugger = _Debugger()
         debugger.reset()
         debugger.interaction(frame, None)
@@ -163,7 +163,7 @@ class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.has_stopped = True
         frame, _, line = moment[0]
-        text = f"{type(node).__name__}, the derivative of {op}, has just given a non-finite gradient"
+        text = f"{type(node).__name__}, the derivative of {op}, has just returned a non-finite gradient"
         self._say(f"{text}; the forward pass made it in line {line} of {frame.f_code.co_name}, as it was then:")
         debugger = _Debugger()
         debugger.reset()
@@ -173,7 +173,7 @@ class _Watch(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Debugger(pdb.Pdb):
-    """Knows whether the user wants to go on step by step; then it passes over torch and nanguard."""
+    """Remembers whether the user steps on. Stepping skips torch and nanguard."""
 
     def __init__(self) -> None:
         super().__init__(skip=["torch", "torch.*", "nanguard", "nanguard.*", "contextlib"])
@@ -191,7 +191,7 @@ class _Debugger(pdb.Pdb):
 
 
 def _moment(place: Place) -> Moment:
-    """The user's frames now, from the one at ``place`` up to the run of the step."""
+    """The user's current frames, from the one at ``place`` up to ``_run``."""
     found: Moment = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _run.__code__:
@@ -203,14 +203,16 @@ def _moment(place: Place) -> Moment:
 
 
 def _traceback(moment: Moment) -> TracebackType | None:
-    """As if an error had passed through these frames."""
+    """A traceback as if an error had passed through these frames."""
     chain: TracebackType | None = None
     for frame, instruction, line in moment:
         chain = TracebackType(chain, frame, instruction, line)
     return chain
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    with contextlib.suppress(RuntimeError):  # what cannot be looked at says nothing
-        return look(tensor).is_finite
+def _is_finite(tree: Any) -> bool:
+    for tensor in tensors(tree):
+        with contextlib.suppress(RuntimeError):  # a tensor that cannot be examined counts as finite
+            if not look(tensor).is_finite:
+                return False
     return True

@@ -1,4 +1,4 @@
-"""Finds the user's function that builds model and loss, calls it, and understands what it returns."""
+"""Finds and calls the user's function that builds model and loss, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltProgram:
-    """What the user's function gave: ``loss_fn(model, batch)`` returns the loss."""
+    """What the user's function returned. ``loss_fn(model, batch)`` returns the loss."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any]
@@ -41,7 +41,7 @@ class BuiltProgram:
 def build(entry: str, seed: int) -> BuiltProgram:
     """Imports ``package.module:function`` or ``path/to/file.py:function`` and calls it, with the seed if it takes one.
 
-    torch's generators are seeded before. Raises ``ReplayError`` for all that goes wrong, in the user's code too.
+    Seeds torch before. Raises ``ReplayError`` for any error, also in the user's code.
     """
     function = _function(entry)
     arguments = (seed,) if _takes_seed(function, entry) else ()
@@ -76,7 +76,7 @@ def _from_file(where: str, entry: str) -> ModuleType:
         raise ReplayError(f"--entry {entry}: there is no file {where}")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
-        raise ReplayError(f"--entry {entry}: {where} is no Python file")
+        raise ReplayError(f"--entry {entry}: {where} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     _put_on_path(str(path.resolve().parent))
     before = sys.modules.get(path.stem)
@@ -119,7 +119,7 @@ def _takes_seed(function: Callable[..., Any], entry: str) -> bool:
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
         names = ", ".join(p.name for p in needed)
-        raise ReplayError(f"--entry {entry}: it needs {names}, and can be called as build() or build(seed) only")
+        raise ReplayError(f"--entry {entry}: it needs {names}, but can only be called as build() or build(seed)")
     return bool(needed) or any(p.name == "seed" for p in positional[:1])
 
 
@@ -143,11 +143,9 @@ def _program(given: Any, entry: str) -> BuiltProgram:
             raise ReplayError(f"{wrong}{_article(given)} without {name}")
     model, loss_fn = members["model"], members["loss_fn"]
     if not isinstance(model, nn.Module):
-        raise ReplayError(f"{wrong}{_article(model)} in the place of the model, which must be a torch.nn.Module")
+        raise ReplayError(f"{wrong}{_article(model)} as the model, which must be a torch.nn.Module")
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
-        raise ReplayError(
-            f"{wrong}{_article(loss_fn)} in the place of loss_fn, which must be a function: loss_fn(model, batch)"
-        )
+        raise ReplayError(f"{wrong}{_article(loss_fn)} as loss_fn, which must be a function: loss_fn(model, batch)")
     return BuiltProgram(
         model=model, loss_fn=loss_fn, optimizer=members.get("optimizer"), batches=members.get("batches")
     )
@@ -159,7 +157,7 @@ def _article(value: Any) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error of the user's code in one line, with the line it comes from."""
+    """An error of the user's code in one line, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not is_inside(frame.filename)]
     at = f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
@@ -171,5 +169,5 @@ _INSIDE = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str
 
 
 def is_inside(file: str) -> bool:
-    """Whether a file is torch's, nanguard's, or what imports them."""
+    """Whether a file belongs to torch, nanguard or the import system."""
     return file.startswith((*_INSIDE, "<frozen")) or file == importlib.__file__

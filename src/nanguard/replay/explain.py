@@ -1,4 +1,4 @@
-"""An incident as people read it: what ``nanguard explain`` and ``nanguard replay`` print. Nothing is printed here."""
+"""The text that ``nanguard explain`` and ``nanguard replay`` print about an incident. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nanguard.records.panel import panel
 from nanguard.records.printable import printable
 from nanguard.records.steps import Incident
 from nanguard.runlog.repeats import likeness
+from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
     from nanguard.replay.rerun import Replayed
 
-_AROUND = 3
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def find(path: Path) -> tuple[list[Path], bool]:
-    """The incidents at a path, in order, and whether it is a run with any number of them.
+    """The incidents at a path, in order, and whether the path is a run.
 
     A path is the folder of an incident, its ``incident.json``, the folder of a run, or its ``incidents``. Raises
     ``BundleError`` for anything else.
@@ -45,7 +45,7 @@ def find(path: Path) -> tuple[list[Path], bool]:
             return [], True
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from None
-    raise BundleError(f"{path}: it is neither a run nor an incident of one, as in runs/a/incidents/0001")
+    raise BundleError(f"{path}: this is neither a run nor an incident, as in runs/a/incidents/0001")
 
 
 def short(bundle: Bundle) -> str:
@@ -53,16 +53,16 @@ def short(bundle: Bundle) -> str:
     try:
         return _clean(panel(Incident(number=bundle.number, outcome=bundle.outcome)))
     except _WRONG as error:
-        raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+        raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
 
 
 def long(bundle: Bundle) -> str:
-    """All that is known, with the lines of the program around the one to blame."""
+    """Everything that is known, with the lines of the program around the faulty one."""
     try:
         parts = [panel(Incident(number=bundle.number, outcome=replace(bundle.outcome, diagnosis=None, bundle="")))]
         diagnosis = bundle.diagnosis
         if diagnosis is None:
-            parts.append("not examined: where it came from is not known")
+            parts.append("not examined, so the cause is not known")
         else:
             parts.append(diagnosis.report())
             if diagnosis.source is not None:
@@ -71,19 +71,19 @@ def long(bundle: Bundle) -> str:
         parts.append("\n".join(_kept(bundle)))
         return _clean("\n\n".join(filter(None, parts)))
     except _WRONG as error:
-        raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+        raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
 
 
 @dataclass(slots=True)
 class RepeatedIncident:
-    """Incidents that are the same again, newest last: only that one is held."""
+    """Incidents with the same fault. Only the newest is held."""
 
     newest: Bundle
     count: int
     first_step: int
 
     def told(self, text: str) -> str:
-        """The text about the newest, with the row that counts them all under its headline."""
+        """The text about the newest, with a row under its headline that counts all of them."""
         if self.count == 1:
             return text
         head, _, rest = text.partition("\n")
@@ -93,18 +93,18 @@ class RepeatedIncident:
 
 
 class RepeatedIncidents:
-    """Folds the incidents of a run, one by one."""
+    """Groups the incidents of a run by fault."""
 
     def __init__(self) -> None:
         self._by_likeness: dict[tuple[Any, ...], RepeatedIncident] = {}
 
     def add(self, bundle: Bundle) -> None:
-        """What it is the same as goes to the end, so that the newest comes last. Raises ``BundleError``."""
+        """Adds an incident. Its group moves to the end, so that the newest comes last. Raises ``BundleError``."""
         try:
             key, step = likeness(bundle.outcome), bundle.outcome.verdict.reading.step
             fault = self._by_likeness.pop(key, None) or RepeatedIncident(newest=bundle, count=0, first_step=step)
         except _WRONG as error:
-            raise BundleError(f"{bundle.path} says what cannot be: {type(error).__name__}: {error}") from None
+            raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
         fault.newest, fault.count = bundle, fault.count + 1
         self._by_likeness[key] = fault
 
@@ -113,17 +113,17 @@ class RepeatedIncidents:
 
 
 def as_dict(bundle: Bundle) -> dict[str, Any]:
-    """``incident.json`` without the data."""
+    """The contents of ``incident.json`` without the data."""
     return {"path": str(bundle.path), **bundle.facts}
 
 
 def hint(paths: Sequence[Path], run_dir: Path) -> str:
     """How to see one of several."""
-    return f"one of them in full:  nanguard explain {shlex.quote(str(paths[0]))}    ({len(paths):,} in {run_dir})"
+    return f"for one in full:  nanguard explain {shlex.quote(str(paths[0]))}    ({len(paths):,} in {run_dir})"
 
 
 def nothing_in(run_dir: Path) -> str:
-    """Of a run without incidents: how many the run log tells of."""
+    """A sentence for a run without saved incidents, with the number in the run log."""
     told = 0
     log = run_dir / "run.jsonl"
     try:
@@ -133,19 +133,19 @@ def nothing_in(run_dir: Path) -> str:
     except (OSError, ValueError):
         told = 0
     if told:
-        return f"{run_dir}: no incident was kept. {log.name} tells of {told:,}, which ran with capture='none'"
-    return f"{run_dir}: no incident was kept"
+        return f"{run_dir}: no incident was saved. {log.name} lists {told:,}; the run had capture='none'"
+    return f"{run_dir}: no incident was saved"
 
 
 def outcome(replayed: Replayed, bundle: Bundle) -> str:
-    """What came of running it again."""
+    """The result of running the step again."""
     lines = []
     if replayed.differs:
         lines.append("NOT reproduced: " + "; ".join(replayed.differs))
         if "weights" not in bundle.captured:
-            lines.append("   hint      with capture='full' the weights of the step are kept too")
+            lines.append("   hint      with capture='full' the weights of the step are saved too")
     elif replayed.recorded is None:
-        lines.append("reproduced: the step is non-finite here too; the run had not examined it")
+        lines.append("reproduced: the step is non-finite here too; the run did not examine it")
     else:
         lines.append(f"reproduced: {_what(replayed.recorded)}")
     lines += [f"   note      {note}" for note in replayed.notes]
@@ -161,22 +161,13 @@ def _what(diagnosis: Diagnosis) -> str:
 
 
 def _around(source: Source) -> Iterator[str]:
-    """The lines of the program as they are now, if the one to blame is what it was."""
-    path = Path(source.file)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        yield f"{source.file} is not here to be shown"
-        return
-    if not 1 <= source.line <= len(lines) or lines[source.line - 1].strip() != source.text.strip():
-        yield f"{source.file} has changed since: line {source.line} was  {source.text}"
-        return
+    shown = excerpt(source)
     yield f"{source.file}, in {source.function or 'the file itself'}"
-    first = max(1, source.line - _AROUND)
-    last = min(len(lines), source.line + _AROUND)
-    for number in range(first, last + 1):
-        mark = ">" if number == source.line else " "
-        yield f"  {mark} {number:>{len(str(last))}}  {lines[number - 1].expandtabs(4)}".rstrip()
+    width = len(str(shown.lines[-1][0]))
+    for number, line in shown.lines:
+        yield f"  {'>' if number == source.line else ' '} {number:>{width}}  {line}".rstrip()
+    if shown.note:
+        yield f"  {shown.note}"
 
 
 def _history(bundle: Bundle) -> Iterator[str]:
@@ -195,8 +186,8 @@ def _kept(bundle: Bundle) -> Iterator[str]:
     names = ("precision", "device", "device_name", "torch", "python", "platform")
     yield "where it ran"
     yield "  " + ", ".join(f"{name} {environment.get(name)}" for name in names if environment.get(name))
-    yield f"kept in {bundle.path}"
-    yield f"  {', '.join(bundle.captured) or 'this text alone'}"
+    yield f"saved to {bundle.path}"
+    yield f"  {', '.join(bundle.captured) or 'only this text'}"
     for each in bundle.facts["left_out"]:
         yield f"  left out: {each['what']}, {each['why']}"
     for note in bundle.facts["notes"]:
@@ -207,12 +198,12 @@ def _kept(bundle: Bundle) -> Iterator[str]:
 
 
 def _clean(text: str) -> str:
-    """With all that could steer a terminal spelled out: what is in it comes from files."""
+    """The text with control characters spelled out: it comes from files."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def read(path: Path) -> Bundle:
-    """The incident at a path; of a run, the last one. Raises ``BundleError``."""
+    """The incident at a path, or the last one of a run. Raises ``BundleError``."""
     paths, is_run = find(path)
     if not paths:
         raise BundleError(nothing_in(path))

@@ -1,4 +1,4 @@
-"""Runs a kept step again, in the conditions it had, and compares what is found with what was found then."""
+"""Runs a saved step again under the same conditions, and compares the diagnosis with the recorded one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import nanguard
 from nanguard.errors import ProtocolError, ReplayError
+from nanguard.incidents.bundle import named_weights
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
@@ -27,7 +27,7 @@ from nanguard.step.precision import NAMES, LossScale
 
 COMPARED = ("cause", "op", "module")
 
-# What only the steps before can tell from a plain overflow; the module named is then the one around.
+# Only the steps before distinguish these from a plain overflow. They name the enclosing module.
 _BY_HISTORY = ("attention_logit_growth", "gradient_explosion")
 _DAMAGE = ("parameter_corrupted", "buffer_corrupted", "optimizer_state_corrupted")
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
@@ -35,7 +35,7 @@ _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """``diagnosis`` is what was found now, None where the step is finite; ``differs`` says how that is not the same."""
+    """``diagnosis`` is the new one, None if the step is finite. ``differs`` lists differences from the recorded one."""
 
     recorded: Diagnosis | None
     diagnosis: Diagnosis | None
@@ -44,7 +44,7 @@ class Replayed:
 
     @property
     def status(self) -> int:
-        """0 where it was reproduced, else 1."""
+        """0 if it was reproduced, else 1."""
         return 1 if self.differs else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Replayed:
 
 @dataclass(kw_only=True)
 class Stage:
-    """A step ready to be run again. ``places`` are the micro-batches to run; ``notes`` say what is not as it was."""
+    """A step that is ready to run again. ``notes`` say what is not as it was in the run."""
 
     bundle: Bundle
     program: BuiltProgram
@@ -73,7 +73,7 @@ class Stage:
 
     @contextlib.contextmanager
     def conditions(self, place: int) -> Iterator[None]:
-        """Random states, autocast and switches as they were before a micro-batch; afterwards the switches as before."""
+        """Sets random states, autocast and settings as before a micro-batch. Settings are restored afterwards."""
         flags = self.bundle.facts["environment"].get("flags")
         enabled, dtype = _autocast(self.bundle, place)
         with as_then(flags if isinstance(flags, dict) else {}):
@@ -87,13 +87,13 @@ class Stage:
 
 
 def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
-    """Puts the kept weights into the model, and modes and fp32 modules as they were. Raises ``ReplayError``."""
+    """Loads the saved weights, and sets modes and fp32 modules as in the run. Raises ``ReplayError``."""
     first = next(program.model.parameters(), None)
     if first is None:
-        raise ReplayError("the model that the entry gives has no parameters")
+        raise ReplayError("the model of the entry has no parameters")
     precision = bundle.facts["environment"].get("precision")
     if precision not in NAMES:
-        raise ReplayError(f"{bundle.path} does not say in which precision the step ran: {precision!r:.40}")
+        raise ReplayError(f"{bundle.path} does not say in what precision the step ran: {precision!r:.40}")
     stage = Stage(
         bundle=bundle,
         program=program,
@@ -110,7 +110,7 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
 
 
 def replay(stage: Stage) -> Replayed:
-    """Runs the micro-batches until one is not finite, and has it diagnosed as deeply as it was then."""
+    """Runs the micro-batches until one is non-finite, and diagnoses it with the recorded depth."""
     recorded = stage.bundle.diagnosis
     found = None
     for place in stage.batches:
@@ -118,9 +118,9 @@ def replay(stage: Stage) -> Replayed:
         if found is not None:
             break
     if found is not None and recorded is not None and _is_known_by_history(recorded, found):
-        stage.notes.append(f"the run called it {recorded.cause}, by the steps before; alone it is {found.cause}")
+        stage.notes.append(f"the run called it {recorded.cause} because of the steps before; alone it is {found.cause}")
     if found is not None and recorded is not None and _is_same_damage(recorded, found):
-        stage.notes.append("the kept weights are damaged; what did that happened before this step, and is not in it")
+        stage.notes.append("the saved weights are damaged; that happened before this step and cannot be replayed")
     return Replayed(
         recorded=recorded,
         diagnosis=found,
@@ -134,7 +134,7 @@ def _examine(stage: Stage, place: int, recorded: Diagnosis | None) -> Diagnosis 
     in_update = "update" in stage.bundle.outcome.verdict.reading.found
     in_update = in_update or (recorded is not None and recorded.phase == "optimizer")
     if in_update and program.optimizer is None:
-        raise ReplayError("the fault is in the optimizer's update: let the entry return (model, optimizer, loss_fn)")
+        raise ReplayError("the fault is in the optimizer update: let the entry return (model, optimizer, loss_fn)")
     try:
         with stage.conditions(place):
             return diagnose(
@@ -168,18 +168,18 @@ def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]
 
 
 def _is_known_by_history(then: Diagnosis, now: Diagnosis) -> bool:
-    """Whether it is the same overflow, which the run had another name for: it knew the steps before."""
+    """Whether it is the same overflow, for which the run had another name because it knew the steps before."""
     is_inside = f"{now.module}.".startswith(f"{then.module}.") or not then.module
     return then.cause in _BY_HISTORY and now.cause in _OVERFLOWS and then.op == now.op and is_inside
 
 
 def _is_same_damage(then: Diagnosis, now: Diagnosis) -> bool:
-    """Whether the same module's state was non-finite before the step, which the run knew without an op."""
+    """Whether the state of the same module was non-finite before the step; the run recorded no op for it."""
     return then.cause in _DAMAGE and not then.op and now.phase in ("parameter", "buffer") and then.module == now.module
 
 
 def _loss_scale(bundle: Bundle) -> LossScale | None:
-    """The scale of the step; what it was divided by for accumulation is in it."""
+    """The loss scale of the step, divided by its divisor for accumulation."""
     scale = bundle.outcome.verdict.reading.scale
     if scale is None:
         return None
@@ -187,7 +187,7 @@ def _loss_scale(bundle: Bundle) -> LossScale | None:
         scale = scale / max(1, bundle.facts["divisor"])
         return LossScale(initial=scale, floor=min(1.0, scale))
     except (ValueError, OverflowError) as error:
-        raise ReplayError(f"{bundle.path} has a loss scale that cannot be: {error}") from None
+        raise ReplayError(f"{bundle.path} has an invalid loss scale: {error}") from None
 
 
 def _autocast(bundle: Bundle, place: int) -> tuple[bool, torch.dtype]:
@@ -203,12 +203,9 @@ def _load_weights(stage: Stage) -> None:
     weights = stage.bundle.weights()
     if not weights:
         why = stage.bundle.why_not("weights")
-        stage.notes.append(f"the bundle holds no weights ({why}): those that the entry gives are used")
+        stage.notes.append(f"the bundle holds no weights ({why}): those of the entry are used")
         return
-    inner = unwrapped(stage.program.model)
-    live: dict[str, Tensor] = {}
-    for named in (inner.named_parameters(), inner.named_buffers()):
-        live.update((plain_name(name), tensor) for name, tensor in named)
+    live = named_weights(stage.program.model)
     missing = [name for name in live if name not in weights]
     other = [
         f"{name} is {list(live[name].shape)} there and {list(weights[name].shape)} in the bundle"
@@ -217,7 +214,7 @@ def _load_weights(stage: Stage) -> None:
     ]
     if missing or other:
         why = "; ".join([*(f"{name} is not in the bundle" for name in missing[:3]), *other[:3]])
-        raise ReplayError(f"the weights of {stage.bundle.path} do not fit the model that the entry gives: {why}")
+        raise ReplayError(f"the weights of {stage.bundle.path} do not fit the model of the entry: {why}")
     surplus = [name for name in weights if name not in live]
     if surplus:
         stage.notes.append(f"the model has no {', '.join(surplus[:3])}, which the bundle has")
@@ -236,7 +233,7 @@ def _set_modes(stage: Stage) -> None:
         try:
             Islands(model, stage.device.type).keep(*facts["kept_fp32"])
         except ValueError as error:
-            raise ReplayError(f"modules that ran in fp32 cannot be kept so: {error}") from None
+            raise ReplayError(f"modules that ran in fp32 cannot be set to fp32: {error}") from None
 
 
 def _find_batches(stage: Stage) -> None:
@@ -247,17 +244,17 @@ def _find_batches(stage: Stage) -> None:
         stage.batches = dict(enumerate(batches))
         if blamed is not None and blamed in stage.batches:
             stage.batches = {blamed: stage.batches[blamed]}
-        stage.notes += [f"not as it was: {note}" for note in bundle.facts["notes"][:3]]
+        stage.notes += [f"not as in the run: {note}" for note in bundle.facts["notes"][:3]]
         return
     why = bundle.why_not("batch")
     samples = bundle.samples(stage.device)
     if samples is not None:
         stage.batches = {blamed or 0: samples}
-        stage.notes.append(f"the bundle holds no whole batch ({why}): the samples to blame are used alone")
+        stage.notes.append(f"the bundle holds no whole batch ({why}): only the samples that caused the fault are used")
         return
     if stage.program.batches is None:
         raise ReplayError(
-            f"{bundle.path} holds no batch ({why}), and the entry gives none: let it return "
+            f"{bundle.path} holds no batch ({why}), and the entry returns none: let it return "
             "(model, optimizer, batches, loss_fn), or run with capture='batch'"
         )
     position = bundle.facts.get("batch")
@@ -265,11 +262,11 @@ def _find_batches(stage: Stage) -> None:
     try:
         batch = next(itertools.islice(iter(stage.program.batches), position, None))
     except StopIteration:
-        raise ReplayError(f"the batches that the entry gives end before batch {position}, which failed") from None
+        raise ReplayError(f"the batches of the entry end before batch {position}, which failed") from None
     except Exception as error:
-        raise ReplayError(f"the batches that the entry gives raised {told(error)}") from error
+        raise ReplayError(f"the batches of the entry raised {told(error)}") from error
     stage.batches = {0: batch}
-    stage.notes.append(f"the bundle holds no batch ({why}): batch {position} of those that the entry gives is used")
+    stage.notes.append(f"the bundle holds no batch ({why}): batch {position} of the entry is used")
 
 
 def _find_states(stage: Stage) -> None:
@@ -279,7 +276,7 @@ def _find_states(stage: Stage) -> None:
         return
     on_cuda = stage.device.type == "cuda"
     if any(state.cuda is not None for state in states) and not on_cuda:
-        stage.notes.append("it ran on a GPU: random draws there cannot be repeated on this device")
+        stage.notes.append("it ran on a GPU: its random numbers cannot be repeated on this device")
     has_numpy = importlib.util.find_spec("numpy") is not None
     for place, state in enumerate(states):
         host = state.host

@@ -1,1 +1,1 @@
-"""Incidents in words."""
+"""What people look at: the report, and the data behind ``nanguard watch``."""

@@ -1,4 +1,4 @@
-"""What there is to say about a run at a glance: its state, how fast it goes, where it is. Nothing is drawn here."""
+"""The state of a run at a glance: whether it runs, how fast, and how far it is. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanguard.records.run import EventRecord, IncidentRecord, Run, StepRecord
 from nanguard.runlog.repeats import likeness, refused_at_end
 
 RunState = Literal["running", "silent", "gone", "halted", "ended"]
-"""``silent``: nothing was written for much longer than usual. ``gone``: and the process that wrote it is no more."""
+"""``silent``: nothing was written for much longer than usual. ``gone``: silent, and the process has ended."""
 
 _LEAST_SILENCE = 20.0
 _RECENT = 128
@@ -33,7 +33,7 @@ _DID = {
 
 
 def state_of(run: Run, now: float) -> RunState:
-    """``now`` is the time of the clock that the log was written by."""
+    """The state of the run. ``now`` must come from the same clock as the times in the log."""
     if run.is_over:
         return "ended"
     last = run.incidents[-1] if run.incidents else None
@@ -45,19 +45,19 @@ def state_of(run: Run, now: float) -> RunState:
 
 
 def last_time(run: Run) -> float:
-    """When something was written last."""
+    """The time of the last line."""
     times = [part[-1].time for part in (run.steps, run.incidents, run.events) if part]
     return max([*times, float(run.header.get("time", 0.0))])
 
 
 def _usual_silence(run: Run) -> float:
-    """Several times the longest of the recent pauses."""
+    """Five times the longest recent pause."""
     times = [record.time for record in run.steps[-20:]]
     return max(_LEAST_SILENCE, 5 * max((after - before for before, after in pairwise(times)), default=0.0))
 
 
 def _is_gone(run: Run) -> bool:
-    """Whether the process is known not to run any more: it ran on this machine, and there is none of its number."""
+    """Whether the process has certainly ended: it ran on this machine, and no process has its number."""
     pid = run.header.get("pid")
     if run.header.get("host") != platform.node() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
@@ -71,7 +71,7 @@ def _is_gone(run: Run) -> bool:
 
 
 def optimizers_of(run: Run) -> list[str]:
-    """The names that steps are written under, ``[""]`` where one guard wrote them all."""
+    """The names of the optimizers in the log; ``[""]`` if one guard wrote it."""
     return list(dict.fromkeys(record.optimizer for record in run.steps))
 
 
@@ -80,7 +80,7 @@ def steps_of(run: Run, optimizer: str) -> Sequence[StepRecord]:
 
 
 def rate_of(run: Run, steps: Sequence[StepRecord]) -> float | None:
-    """Steps a second of late, by the times in the log."""
+    """Recent steps per second, by the times in the log."""
     since = float(run.header.get("time", -math.inf))
     recent = [record for record in steps[-_RECENT:] if record.time >= since]
     if len(recent) < 2 or recent[-1].time <= recent[0].time:
@@ -89,7 +89,7 @@ def rate_of(run: Run, steps: Sequence[StepRecord]) -> float | None:
 
 
 def counts_of(run: Run) -> dict[str, int]:
-    """What became of the steps, over all optimizers. Every step that was skipped is in the log, so this is exact."""
+    """Counts of steps by result, over all optimizers. They are exact: every skipped step is in the log."""
     made = {record.optimizer: record.step + 1 for record in run.steps}
     overflows = sum(event.event == "overflow" for event in run.events)
     skipped = sum(record.skipped for record in run.steps)
@@ -105,13 +105,13 @@ def counts_of(run: Run) -> dict[str, int]:
 
 
 def refused_in_words(run: Run) -> str:
-    """Where the last steps were refused one after the other, that they were; empty where not."""
+    """A sentence if the last steps in a row were refused, else an empty string."""
     refused = refused_at_end(run.steps)
     return "" if refused is None else printable(str(refused))
 
 
 def alike(run: Run) -> Iterator[list[IncidentRecord]]:
-    """The incidents of each fault that were answered alike, in order."""
+    """Groups of incidents with the same fault and the same response, in order."""
     groups: dict[tuple[Any, ...], list[IncidentRecord]] = {}
     for incident in run.incidents:
         outcome = incident.outcome
@@ -127,11 +127,11 @@ def did_in_words(incident: IncidentRecord) -> str:
 
 
 def why_in_words(incident: IncidentRecord) -> str:
-    """Cause, line, op and module; what was found where it was not examined."""
+    """Cause, line, op and module. If the step was not examined, what was found."""
     diagnosis, verdict = incident.diagnosis, incident.outcome.verdict
     if diagnosis is None:
         if verdict.kind == "divergence":
-            return f"the loss has left its past, {verdict.reading.mean_loss:.4g}"
+            return f"the loss diverged to {verdict.reading.mean_loss:.4g}"
         if verdict.kind == "damage":
             return printable(f"non-finite before the step: {', '.join(verdict.reading.damaged[:3])}")
         return f"non-finite {' and '.join(verdict.reading.found) or 'step'}"
@@ -148,7 +148,7 @@ def alert_in_words(event: EventRecord) -> str:
 
 
 def as_dict(run: Run, now: float) -> dict[str, Any]:
-    """For programs: what the view shows, in plain values."""
+    """What the view shows, as plain values for programs."""
     last = {name: steps_of(run, name)[-1] for name in optimizers_of(run)}
     return {
         "run": str(run.path),

@@ -1,4 +1,4 @@
-"""The report: one HTML file that says what happened in one run or several, and opens without a network."""
+"""The report: one HTML file about one or more runs that needs no network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
 from nanguard.report.html.series import curves_of
 from nanguard.report.html.story import Story, stories_of
-from nanguard.report.html.table import values_table
+from nanguard.report.html.table import scrolled, values_table
 from nanguard.report.html.where import environment
 from nanguard.runlog.reader import read_run
 
@@ -38,7 +38,7 @@ _SECTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A page that is ready to be written. ``troubles`` says what could not be read."""
+    """A page that is ready to be written. ``troubles`` lists what could not be read."""
 
     html: str
     stories: tuple[Story, ...]
@@ -46,16 +46,16 @@ class Report:
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Reads the runs (folders, or their ``run.jsonl``) and writes one page about them all, whole or not at all.
+    """Reads the runs (folders, or their ``run.jsonl``) and writes one page about all of them atomically.
 
-    Raises ``RunLogError`` where none of them can be read, and ``ReportError`` where the page cannot be written. What
-    else could not be read is told on the page.
+    Raises ``RunLogError`` if none of them can be read, and ``ReportError`` if the page cannot be written. Anything else
+    that could not be read is listed on the page.
     """
     return write(make_report(runs), out)
 
 
 def make_report(runs: Sequence[str | Path]) -> Report:
-    """The page of these runs; raises ``RunLogError`` where none of them can be read."""
+    """The page about these runs. Raises ``RunLogError`` if none of them can be read."""
     if not runs:
         raise ValueError("a report needs one run or more, got none")
     read: list[Run] = []
@@ -73,7 +73,7 @@ def make_report(runs: Sequence[str | Path]) -> Report:
 
 
 def write(report: Report, out: str | Path) -> Path:
-    """Onto the disk: under another name first, so that nobody ever sees half a page."""
+    """Writes the page under a temporary name and renames it, so that there is never half a page."""
     out = Path(out)
     passing = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -162,7 +162,7 @@ def _data(stories: Sequence[Story]) -> Markup:
     )
 
 
-# ---- what is on it -----------------------------------------------------------------------------------------------
+# ---- parts of the page -------------------------------------------------------------------------------------------
 
 
 def _banner(stories: Sequence[Story]) -> Markup:
@@ -208,7 +208,7 @@ def _swatch(story: Story) -> Markup:
 
 def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
     if not any(story.run.steps for story in stories):
-        yield tag("p", "The log tells of no steps: there is nothing to draw but what happened.", class_="quiet")
+        yield tag("p", "There are no steps in the log, so only events are drawn.", class_="quiet")
     there = {mark["kind"] for story in stories for mark in kinds.marks_of(story)}
     runs = [
         tag("button", _swatch(s), s.label, type="button", class_="key", data_run=s.number, aria_pressed="true")
@@ -248,11 +248,11 @@ def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
     yield tag("div", bars, class_=f"controls{several}", id="controls", hidden=True)
     words = "Loss, gradient norm, learning rate and loss scale over the steps. The tables below have the same values."
     yield tag("div", id="chart", role="img", aria_label=words)
-    yield tag("noscript", tag("p", "Charts need JavaScript. All else on this page is here without it."))
+    yield tag("noscript", tag("p", "Charts need JavaScript. Everything else on this page works without it."))
     yield tag(
         "p",
-        "Drag to zoom, double-click to see all. A mark opens what happened there; marks and lines that would lie on "
-        "each other are drawn once, and come apart when you zoom in.",
+        "Drag to zoom, double-click to show all steps. Click a mark to open its incident. Marks and lines that overlap "
+        "are drawn once; zoom in to separate them.",
         class_="quiet hint",
     )
     for story in stories:
@@ -277,7 +277,7 @@ def _incidents(stories: Sequence[Story]) -> Iterator[Child]:
         if story.faults:
             cards: Child = [card(story, f, rank=rank, level=4 if several else 3) for rank, f in enumerate(story.faults)]
         else:
-            cards = tag("p", "No incident: every step was finite.", class_="quiet")
+            cards = tag("p", "No incidents: every step was finite.", class_="quiet")
         yield tag("div", name, cards, _other_events(story), class_="cards")
 
 
@@ -301,16 +301,16 @@ def _other_events(story: Story) -> Markup | None:
     more = len(story.events) - len(shown)
     rest = tag("p", f"and {more:,} more", class_="quiet") if more else None
     table = tag("table", tag("thead", head), tag("tbody", items))
-    box = tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label="Other events")
+    box = scrolled(table, "Other events")
     summary = tag("summary", f"Other events: {prose.counted(len(story.events), 'back-off, warning or change')}")
     return tag("details", summary, box, rest, class_="more", id=f"run{story.number}-events")
 
 
 def _ladders(stories: Sequence[Story]) -> Iterator[Child]:
-    yield tag("p", "From the mildest rung to the last: the first that fits what happened is taken.", class_="quiet")
+    yield tag("p", "Rungs from the mildest to the last. The first rung that applies is taken.", class_="quiet")
     for story in stories:
         name = tag("h3", _swatch(story), story.label) if len(stories) > 1 else None
-        missing = tag("p", "The log does not tell the policy of the run.", class_="quiet")
+        missing = tag("p", "The policy of the run is not in the log.", class_="quiet")
         yield tag("div", name, ladder(story) or missing)
 
 

@@ -1,4 +1,4 @@
-"""A line of numbers as a line of text: one character a column. Pure text, no colour."""
+"""Numbers as a line of text, one character per column. Pure text, no colour."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 LETTERS = "_.-=+*#@"
 
 _DECADES = 2.0
-"""Positive values that span more than this are drawn by their logarithm."""
+"""Positive values that span more decades than this are drawn on a logarithmic scale."""
 
 
 _FLAT = 1e-6
-"""Values that lie within this share of their size are all the same: what is left are roundings."""
+"""Values that differ by less than this share of their size are equal except for rounding."""
 
 
 def columns(points: Iterable[tuple[int, float]], width: int) -> list[list[float]]:
-    """The values of points in order, by the column each falls into: at most ``width``, fewer for fewer points.
+    """The values of ordered points, grouped into at most ``width`` columns; fewer if there are fewer points.
 
-    A point is a place and a value; equal stretches of places get equal numbers of columns.
+    A point is a position and a value. Each column covers the same range of positions.
     """
     points = list(points)
     if not points or width < 1:
@@ -33,9 +33,9 @@ def columns(points: Iterable[tuple[int, float]], width: int) -> list[list[float]
 
 
 def sparkline(values: Sequence[float | None], *, ascii_only: bool = False, may_be_log: bool = True) -> str:
-    """One character for each value, higher ones larger; a blank where there is none, or it is not finite.
+    """One character for each value, taller for larger values; a blank if it is None or non-finite.
 
-    Positive values of very different size are drawn by their logarithm where that ``may_be``.
+    With ``may_be_log``, positive values of very different size are drawn on a logarithmic scale.
     """
     levels = LETTERS if ascii_only else BLOCKS
     finite = [value for value in values if value is not None and math.isfinite(value)]
@@ -54,16 +54,16 @@ def sparkline(values: Sequence[float | None], *, ascii_only: bool = False, may_b
 
 
 def is_flat(low: float, high: float) -> bool:
-    """Whether what lies between these is one value but for roundings."""
+    """Whether all values between these are equal except for rounding."""
     return high / 2 - low / 2 <= _FLAT * max(abs(low), abs(high)) / 2
 
 
 def mean_of_finite(values: Iterable[float]) -> float | None:
-    """None where none is."""
+    """The mean of the finite values; None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(value / len(finite) for value in finite) if finite else None
 
 
 def _level(value: float, low: float, high: float) -> int:
-    half = high / 2 - low / 2  # the whole may be more than a float holds
+    half = high / 2 - low / 2  # the full difference may overflow a float
     return 0 if half <= 0 else min(7, int((value / 2 - low / 2) / half * 8))

@@ -1,4 +1,4 @@
-"""Follows a run log that is being written: each time only what is new is read."""
+"""Follows a run log that is being written. Only new lines are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHUNK = 1 << 20
 
 
 class Follower:
-    """The log of a run, its folder or its file, which need not be there yet. ``tape`` has what was read so far."""
+    """Follows the log of a run, given by folder or file, which need not exist yet. ``tape`` holds what was read."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -22,14 +22,14 @@ class Follower:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything of a run was read by now."""
+        """Whether any line has been read."""
         return self.tape.num_read > 0
 
     def poll(self) -> bool:
-        """Reads what is new; whether there was any.
+        """Reads what is new. True if there was anything.
 
-        A file that is another one by now, or shorter than it was, is read from its beginning. Raises ``RunLogError``
-        where it cannot be read, or is no run log.
+        A file that was replaced or has become shorter is read from its beginning. Raises ``RunLogError`` if it cannot
+        be read or is not a run log.
         """
         file = log_of(self._path)
         try:
@@ -43,10 +43,10 @@ class Follower:
                 while chunk := stream.read(_CHUNK):
                     self._offset += len(chunk)
                     self.tape.feed(chunk)
-        except FileNotFoundError:  # not yet, or not for the moment
+        except FileNotFoundError:  # not yet there, or just being replaced
             return False
         except (OSError, ValueError) as error:
             raise RunLogError(f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if self.tape.troubles and not self.is_there:
-            raise RunLogError(f"{file} is no run log that nanguard wrote: {self.tape.troubles[0]}")
+            raise RunLogError(f"{file} is not a run log that nanguard wrote: {self.tape.troubles[0]}")
         return self._offset != before

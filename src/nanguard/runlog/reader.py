@@ -1,7 +1,7 @@
 """Reads run logs: ``read_run(path)``, and ``Tape`` for one that is still being written.
 
-Everything is checked. A line that cannot be read is told of in a sentence and passed over, since a log that was cut
-off, or edited by hand, still says a lot; half a line at the end is what a kill leaves and no trouble at all.
+Everything is checked. A line that cannot be read is skipped and listed in ``troubles``: a log that was cut off or
+edited by hand is still useful. Half a line at the end is what a killed process leaves, and is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WRONG = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, R
 def read_run(path: str | Path) -> Run:
     """Reads the log of a run: its folder, or the ``run.jsonl`` in it.
 
-    Raises ``RunLogError`` where there is no such file, it cannot be read, or nothing in it is of a run log.
+    Raises ``RunLogError`` if there is no such file, it cannot be read, or it is not a run log.
     """
     file = log_of(path)
     tape = Tape(file)
@@ -40,19 +40,19 @@ def read_run(path: str | Path) -> Run:
                 tape.feed(chunk)
     except FileNotFoundError:
         raise RunLogError(
-            f"{path}: there is no run log here. Give the run_dir of a Guard, or the {RUN_LOG} in it"
+            f"{path}: there is no run log here. Give the run_dir of a Guard or the {RUN_LOG} in it"
         ) from None
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         raise RunLogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     tape.feed_last()
     if not tape.num_read:
-        why = tape.troubles[0] if tape.troubles else "it is empty, or was cut off in its first line"
-        raise RunLogError(f"{file} is no run log that nanguard wrote: {why}")
+        why = tape.troubles[0] if tape.troubles else "it is empty or was cut off in its first line"
+        raise RunLogError(f"{file} is not a run log that nanguard wrote: {why}")
     return tape.run()
 
 
 def log_of(path: str | Path) -> Path:
-    """The file that a run is written to; ``path`` is that file or the folder of the run."""
+    """The log file of a run. ``path`` is that file or the folder of the run."""
     path = Path(path)
     try:
         return path / RUN_LOG if path.is_dir() else path
@@ -62,10 +62,10 @@ def log_of(path: str | Path) -> Path:
 
 @dataclass(slots=True)
 class Tape:
-    """A run log as far as it was read: ``feed`` takes more of it in pieces of any size, ``run`` says what it holds.
+    """Reads a run log piece by piece: ``feed`` takes more bytes, ``run`` returns what was read so far.
 
-    A process that goes on from a snapshot makes steps again: they take the place of the ones they were. One that begins
-    anew, at step 0, leaves nothing of what was before.
+    If a process continued from a snapshot, the steps that it made again replace the earlier ones. If it started again
+    at step 0, everything before is dropped.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class Tape:
     _went_on: set[str] = field(default_factory=set)
 
     def feed(self, data: bytes) -> None:
-        """More of the file. What comes after the last newline waits for the rest of its line."""
+        """Takes more bytes of the file. Bytes after the last newline wait for the rest of their line."""
         *lines, rest = (self._rest + data).split(b"\n") if b"\n" in data else (self._rest + data,)
         for line in lines:
             self._line += 1
@@ -96,7 +96,7 @@ class Tape:
         self._rest = b"" if self._is_overlong else rest
 
     def feed_last(self) -> None:
-        """The file ends here. A last line without its newline counts if it is whole; half of one is no trouble."""
+        """Call at the end of the file. A last line without a newline counts if it is complete, else it is ignored."""
         rest, self._rest = self._rest, b""
         if _is_whole(rest):
             self._line += 1
@@ -151,8 +151,8 @@ class Tape:
         schema = data.get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
             self._trouble(
-                f"a newer nanguard wrote this log (schema {schema!r:.20}, this one reads {SCHEMA}), and what is new in "
-                "it is not shown",
+                f"a newer nanguard wrote this log (schema {schema!r:.20}, this one reads {SCHEMA}); what is new in it "
+                "is not shown",
                 self._line,
             )
         self.headers.append({**data, "time": time})
@@ -166,12 +166,12 @@ class Tape:
             if any(each.optimizer == mine for each in self.steps):
                 self._go_back(record.step, mine)
         if self.steps and record.step < self.steps[-1].step:
-            insort(self.steps, record, key=_order)  # a step next to an incident, written after later ones
+            insort(self.steps, record, key=_order)  # a step near an incident, written after later steps
         else:
             self.steps.append(record)
 
     def _go_back(self, step: int, optimizer: str) -> None:
-        """Steps from this one on are made again."""
+        """Drops the steps from this one on: they are made again."""
         self.steps = [each for each in self.steps if each.optimizer != optimizer or each.step < step]
         if step == 0:
             since = self.headers[-1]["time"] if self.headers else math.inf
@@ -194,7 +194,7 @@ def _is_whole(line: bytes) -> bool:
 def _parsed(line: bytes) -> dict[str, Any]:
     data = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
     if not isinstance(data, dict) or "event" not in data:
-        raise ValueError("it is none of nanguard's: no object with an event")
+        raise ValueError("it is not a line of nanguard: not an object with an event")
     return data
 
 
@@ -249,9 +249,9 @@ def _no_constant(text: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"it is torn, or no JSON ({error.msg} at column {error.colno})"
+        return f"it is incomplete or not JSON ({error.msg} at column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
-        return "it is no text in UTF-8"
+        return "it is not UTF-8 text"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What comes again: incidents that are the same fault, and steps that were refused one after the other."""
+"""Finds repetition: incidents with the same fault, and steps that were refused in a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Steps at the end of what is known, none of which was applied. ``is_all``: there was no step before them."""
+    """Refused steps at the end of the log. ``is_all``: there was no step before them."""
 
     optimizer: str
     count: int
@@ -32,9 +32,9 @@ class Refused:
 
 
 def refused_at_end(steps: Sequence[StepRecord]) -> Refused | None:
-    """The longest such row of any optimizer, where it is worth telling: ten steps or more, or most of the run.
+    """The longest such row of any optimizer if it is long: ten steps or more, or most of the run. Else None.
 
-    Every step that was not applied is in a log, so a gap stands for steps that were.
+    Every step that was not applied is in the log, so a gap means applied steps.
     """
     found = [row for owner in dict.fromkeys(record.optimizer for record in steps) if (row := _row(steps, owner))]
     return max(found, key=lambda row: row.count, default=None)
@@ -55,7 +55,7 @@ def _row(steps: Sequence[StepRecord], owner: str) -> Refused | None:
 
 
 def likeness(outcome: Outcome) -> tuple[Any, ...]:
-    """What is the same for two incidents that are the same fault: one cause, at one place."""
+    """A key that is equal for incidents with the same fault: the same cause at the same place."""
     diagnosis, verdict = outcome.diagnosis, outcome.verdict
     if diagnosis is None:
         return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)

@@ -1,10 +1,10 @@
-"""Writes the run log: ``run_dir/run.jsonl``, one JSON object a line, versioned. ``runs.read_run`` reads it.
+"""Writes the run log ``run_dir/run.jsonl``: one JSON object per line, versioned. ``read_run`` reads it.
 
 Every line has ``event`` and ``time``. ``run`` comes first (schema, versions, device, precision, policy); then come
 ``step`` (loss, norms, learning rates, loss scale), ``incident`` (what was found, the rung that was taken, what it did,
-why the ones below were passed), ``overflow`` (a routine fp16 back-off), ``drop`` (a micro-batch or gradient left out),
-``eased`` (a measure taken back), ``roll_back`` (by hand), and ``end``.
-JSON has no NaN or Inf, so these floats are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+why lower rungs were not taken), ``overflow`` (a routine fp16 back-off), ``drop`` (a dropped micro-batch or gradient),
+``eased`` (a mitigation that ended), ``roll_back`` (called by the user), and ``end``.
+JSON has no NaN or Inf, so these floats are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from nanguard.run_folder import RunFolder
 SCHEMA = 2
 
 EVERY_STEP_UNTIL = 8192
-"""Of later steps fewer and fewer are written."""
+"""After this step, fewer and fewer steps are written."""
 
 AROUND = 64
-"""How many steps before and after an incident are written, all of them."""
+"""Every step within this distance of an incident is written."""
 
 _MOST_SURROUNDED = 500
-"""After so many incidents their neighbours are no longer written: a log must stay small on a bad day too."""
+"""After this many incidents, the steps around them are no longer written, so that the log stays small."""
 
 _LONGEST_GAP = 60.0
-"""Seconds after which a step is written whatever its number, so that a slow run is seen to be alive."""
+"""A step is written at least every so many seconds, which shows that a slow run is alive."""
 
 _SECONDS_UNWRITTEN = 1.0
 _LINES_UNWRITTEN = 512
 _SKIPPED = ',"skipped":true'
 _FRAME = ("run", "optimizer", "end")
-"""Events around the steps: a log with nothing else in it is not worth a folder."""
+"""Events around the steps. A run with nothing else gets no folder."""
 
 log = logging.getLogger("nanguard")
 
@@ -50,17 +50,17 @@ StepFacts = tuple[float, int, int, int | None, float, Sequence[float], Sequence[
 
 
 def stride(step: int) -> int:
-    """Of the steps around this one, one in how many is written: a power of two that grows with the run."""
+    """One in this many steps is written around this step: a power of two that grows with the run."""
     return 1 << (step // EVERY_STEP_UNTIL).bit_length()
 
 
 class RunLog:
-    """Appends events. A disk that fails stops the log, with a warning, never the run.
+    """Appends events. If the disk fails, the log stops with a warning and the run goes on.
 
-    Steps are gathered and written about once a second, anything else at once. What is left is written when the log is
-    let go of or the interpreter ends; a forked process does not write what its parent has gathered.
+    Steps are buffered and written about once a second, other events at once. The rest is written when the log is
+    deleted or the interpreter exits. A forked process does not write what its parent has buffered.
 
-    A path is made at once; a ``RunFolder`` with the first step or incident.
+    A path is created at once, a ``RunFolder`` with the first step or incident.
     """
 
     def __init__(self, run_dir: str | Path | RunFolder, *, optimizer: str = "") -> None:
@@ -75,11 +75,11 @@ class RunLog:
         return self._folder.path / "run.jsonl"
 
     def write(self, event: str, **fields: Any) -> None:
-        """One event, on the disk when this returns; if there is no folder yet, the header waits for it."""
+        """Writes one event to disk. If there is no folder yet, the header waits for it."""
         self._pages.add_event(event, fields)
 
     def write_incident(self, event: str, **fields: Any) -> None:
-        """The same, with every step around it."""
+        """Writes one event, and every step around it."""
         self._pages.add_neighbours()
         self._pages.add_event(event, fields)
 
@@ -95,16 +95,16 @@ class RunLog:
         scale: float | None,
         skipped: bool,
     ) -> None:
-        """A step the host has heard of: written soon, or held in case there is trouble next to it, or forgotten."""
+        """Adds a step. It is written soon, or held in case an incident follows, and then dropped."""
         self._pages.add_step((time.time(), step, epoch, batch, loss, norms, lrs, scale, skipped))
 
     def close(self) -> None:
-        """Writes what is left, the last step among it."""
+        """Writes what is buffered, including the last step."""
         self._pages.finish()
 
 
 class _Pages:
-    """What is gathered, and what is held back. Knows nothing of its ``RunLog``, which may be let go of first."""
+    """The buffered lines and the held steps. It has no reference to its ``RunLog``, which may be deleted first."""
 
     def __init__(self, folder: RunFolder, optimizer: str) -> None:
         self._folder = folder
@@ -137,7 +137,7 @@ class _Pages:
             self._flush(now)
 
     def add_neighbours(self) -> None:
-        """Those before now; those after as they come."""
+        """Writes the steps before the incident now, and those after it as they come."""
         self._leave_to_parent()
         self._surrounded += 1
         if self._surrounded <= _MOST_SURROUNDED:
@@ -160,7 +160,7 @@ class _Pages:
         if self._held:
             self._lines.append(self._line_of(self._held.pop()))
         self._held.clear()
-        if self._folder.is_made and not self._folder.path.exists():  # it was removed before the run ended
+        if self._folder.is_made and not self._folder.path.exists():  # it was removed during the run
             self._lines.clear()
         self._flush(time.time())
 
@@ -175,7 +175,7 @@ class _Pages:
         )
 
     def _leave_to_parent(self) -> None:
-        """What a forked process has inherited is its parent's to write."""
+        """Drops what a forked process has inherited: its parent writes it."""
         if os.getpid() != self._pid:
             self._pid = os.getpid()
             self._lines.clear()
@@ -183,7 +183,7 @@ class _Pages:
 
     def _flush(self, now: float) -> None:
         self._flushed_at = now
-        # Interrupted between the two, lines are lost rather than written twice.
+        # If this is interrupted, lines are lost rather than written twice.
         lines, self._lines = self._lines, []
         if not lines or not self._works:
             return
@@ -200,7 +200,7 @@ class _Pages:
             log.warning("cannot write %s (%s): the run goes on without its log", path, error)
 
     def _append(self, path: Path, data: bytes) -> None:
-        """Opened each time: the file may have been moved, and no descriptor is left to a forked process."""
+        """Opens the file each time: it may have been moved, and a forked process must not inherit it."""
         with path.open("ab+", buffering=0) as file:
             if not self._is_begun:
                 data = _after_torn_line(file) + data
@@ -210,7 +210,7 @@ class _Pages:
 
 
 def _after_torn_line(file: FileIO) -> bytes:
-    """A newline where a process that was killed has left half a line."""
+    """A newline if a killed process has left half a line."""
     if file.seek(0, os.SEEK_END) == 0:
         return b""
     file.seek(-1, os.SEEK_END)
@@ -218,7 +218,7 @@ def _after_torn_line(file: FileIO) -> bytes:
 
 
 def _passed(since: float, now: float) -> float:
-    """Seconds; plenty where the clock was put back."""
+    """Seconds since then; infinite if the clock was set back."""
     return now - since if now >= since else math.inf
 
 

@@ -1,4 +1,4 @@
-"""A card for each fault: what the panel said, and all that the diagnosis and the folder of the incident know."""
+"""A card for each fault: the text of the panel, and everything in the diagnosis and the incident folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from nanguard.records.diagnosis_text import facts, format_name, how_found
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.panel import headline, rows
-from nanguard.report.html.excerpt import excerpt
 from nanguard.report.html.kinds import glyph, kind_of
 from nanguard.report.html.prose import counted, fault_in_words, number, place_in_words
 from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, FaultGroup, Story, kept_in
+from nanguard.report.html.table import scrolled
+from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
     from nanguard.incidents.reader import Bundle
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 _SURE = {
-    "certain": "an experiment on this very step confirms it",
-    "likely": "the values say so",
-    "guess": "little speaks for it",
+    "certain": "an experiment on this step confirmed it",
+    "likely": "the values point to it",
+    "guess": "there is little evidence",
 }
 _FROM_DIAGNOSIS = frozenset({"born in", "first in", "because", "samples", "fix", "kept in", "log"})
 _MOST = 40
 
 
 def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
-    """One fault: its first incident in full, the same again folded below. ``level`` is that of its heading."""
+    """One fault: its first incident in full, the others collapsed below. ``level`` is that of its heading."""
     record = fault.first
     times = len(fault.incidents)
     where = place_in_words(fault)
@@ -58,7 +59,7 @@ def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
 
 
 def trails(story: Story) -> dict[str, list[dict[str, Any]]]:
-    """By card: the values through the modules, for the chart in it."""
+    """The values through the modules for the chart of each card, by the id of the card."""
     return {
         story.card_id(fault.places[0]): [_stretch(stretch) for stretch in diagnosis.trail]
         for fault in story.faults[:MOST_IN_FULL]
@@ -70,7 +71,7 @@ def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
     record, diagnosis = fault.first, fault.first.diagnosis
     yield _rows(record, every=diagnosis is None)
     if diagnosis is None:
-        yield tag("p", "The step was not examined: where it came from is not known.", class_="quiet")
+        yield tag("p", "The step was not examined, so its cause is not known.", class_="quiet")
     else:
         yield from _diagnosis(diagnosis, level, story.card_id(fault.places[0]))
     yield tag("div", _details(story, fault, level), class_="columns")
@@ -79,15 +80,15 @@ def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
 def _details(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
     record, diagnosis = fault.first, fault.first.diagnosis
     if diagnosis is not None:
-        harmless = "Other non-finite values, which reached neither loss nor gradient"
+        harmless = "Other non-finite values that reached neither loss nor gradient"
         yield _section(level, "The data", _data(diagnosis, fault.bundle))
-        yield _section(level, "From birth to where it showed", _chain(diagnosis.chain))
+        yield _section(level, "From the first bad value to the loss", _chain(diagnosis.chain))
         yield _section(level, "Evidence", _list(facts(diagnosis)))
         yield _section(level, "Tried on this step", _trials(diagnosis))
         yield _section(level, harmless, _chain(diagnosis.harmless))
         yield _section(level, "How this was found", _list(how_found(diagnosis)))
-    yield _section(level, "Rungs that were passed, and why", _list(record.outcome.action.passed))
-    yield _section(level, "Where it is kept", _kept(story, record, fault.bundle))
+    yield _section(level, "Rungs that were not taken, and why", _list(record.outcome.action.passed))
+    yield _section(level, "Where it is saved", _kept(story, record, fault.bundle))
 
 
 def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child]:
@@ -132,7 +133,7 @@ def _source(diagnosis: Diagnosis) -> Iterator[Child]:
         for at, line in shown.lines
     ]
     function = f", in {source.function}" if source.function else ""
-    found = "" if diagnosis.is_line_traced else " (a likely place: found by reading the program, not by running it)"
+    found = "" if diagnosis.is_line_traced else " (a likely line: found by reading the program, not by running it)"
     yield tag("p", tag("code", f"{source.file}:{source.line}"), f"{function}{found}", class_="path")
     yield tag("pre", tag("code", lines), class_="lines", tabindex=0, role="region", aria_label=f"Lines around {source}")
     if shown.note:
@@ -154,8 +155,8 @@ def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
     largest = max((max(abs(s.low or 0.0), abs(s.high or 0.0)) for s in finite), default=0.0)
     words = f"The largest finite value is {number(largest)}."
     if not all(s.is_finite for s in trail):
-        words += " A cross marks modules in which values are non-finite too."
-    yield tag("p", "The extremes inside each module, in the order of the forward pass. ", words, class_="quiet")
+        words += " A cross marks modules that also have non-finite values."
+    yield tag("p", "The smallest and largest value in each module, in forward order. ", words, class_="quiet")
     yield tag("div", class_="trail", data_trail=card_id, role="img", aria_label=f"Chart of the table below. {words}")
     head = tag("tr", (tag("th", name, scope="col") for name in ("module", "smallest", "largest", "format", "op", "")))
     body = [
@@ -170,7 +171,7 @@ def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
         )
         for s in trail
     ]
-    table = _scrolled(tag("table", tag("thead", head), tag("tbody", body)), "Values through the modules")
+    table = scrolled(tag("table", tag("thead", head), tag("tbody", body)), "Values through the modules")
     yield tag("details", tag("summary", "As a table"), table, class_="more")
 
 
@@ -234,17 +235,17 @@ def _trials(diagnosis: Diagnosis) -> Markup | None:
         for trial in diagnosis.tried[:_MOST]
     ]
     head = tag("tr", (tag("th", name, scope="col") for name in ("experiment", "result", "")))
-    return _scrolled(tag("table", tag("thead", head), tag("tbody", items)), "What was tried on this step")
+    return scrolled(tag("table", tag("thead", head), tag("tbody", items)), "What was tried on this step")
 
 
 def _kept(story: Story, record: IncidentRecord, bundle: Bundle | None) -> Iterator[Child]:
     told = record.outcome.bundle
     folder = bundle.path if bundle is not None else kept_in(story.run.path, told)
     if folder is None:
-        gone = f"{told} is not here any more." if told else "Nothing was kept of this step but the line in the log."
+        gone = f"{told} no longer exists." if told else "Only the line in the log was saved."
         yield tag("p", gone, class_="quiet")
         return
-    captured = "" if bundle is None else f": {', '.join(bundle.captured) or 'what happened, without data'}"
+    captured = "" if bundle is None else f": {', '.join(bundle.captured) or 'a description without data'}"
     yield tag("p", tag("code", str(folder)), captured, class_="path")
     where = shlex.quote(str(folder))
     yield _copyable(f"nanguard explain {where}")
@@ -308,11 +309,6 @@ def _list(lines: Iterable[str]) -> Markup | None:
 def _copyable(code: str) -> Markup:
     button = tag("button", "Copy", type="button", class_="copy", hidden=True)
     return tag("div", tag("pre", tag("code", code), tabindex=0), button, class_="copyable")
-
-
-def _scrolled(table: Markup, label: str) -> Markup:
-    """A table that is wider than a phone moves by itself, also from the keyboard."""
-    return tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label=label)
 
 
 def _dotted(words: Sequence[str]) -> str:

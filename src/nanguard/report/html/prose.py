@@ -1,4 +1,4 @@
-"""What happened in a run, in a few sentences and a few figures, for a person who has one minute."""
+"""A run in a few sentences and numbers, for a reader who has one minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanguard.report.html.story import FaultGroup, Figures, Story
 
 SummaryPart = tuple[str, str]
-"""An element, empty for none, and the words in it."""
+"""An HTML element (empty for none) and the text in it."""
 
 _MOST_OTHERS = 3
 
@@ -31,13 +31,13 @@ def plain_summary(story: Story) -> str:
 
 
 def as_dict(story: Story) -> dict[str, Any]:
-    """The figures and the sentences, for a program."""
+    """The figures and the sentences as plain values for programs."""
     told = plain(asdict(story.figures))
     return {"path": str(story.run.path), "name": story.label, "summary": plain_summary(story), "figures": told}
 
 
 def figures(figures: Figures) -> Iterator[tuple[str, str, str]]:
-    """Name, value and a remark, of each key figure."""
+    """Name, value and remark of each key figure."""
     skipped = f"{percent(figures.skipped, figures.steps)} of all" if figures.skipped and figures.steps else ""
     yield "steps", f"{figures.steps:,}", state(figures)
     yield "skipped", f"{figures.skipped:,}", skipped
@@ -61,11 +61,11 @@ def state(figures: Figures) -> str:
 
 
 def rate(figures: Figures) -> str:
-    return f"{figures.steps / figures.seconds:.3g} steps a second" if figures.seconds > 0 and figures.steps else ""
+    return f"{figures.steps / figures.seconds:.3g} steps per second" if figures.seconds > 0 and figures.steps else ""
 
 
 def fault_in_words(fault: FaultGroup) -> str:
-    """``overflow of fp16``: what it was."""
+    """The cause, as in ``overflow of fp16``."""
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
         return diagnosis.words
@@ -76,7 +76,7 @@ def fault_in_words(fault: FaultGroup) -> str:
 
 
 def place_in_words(fault: FaultGroup) -> str:
-    """``layers.7.attn``, or the line where it is outside any module; empty where neither is known."""
+    """The module, as in ``layers.7.attn``, or else the line; empty if neither is known."""
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is None:
         return ""
@@ -89,7 +89,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def number(value: float) -> str:
-    """As short as it can be told: ``0.0123``, ``65,504``, ``3.4e38``."""
+    """A short form: ``0.0123``, ``65,504``, ``3.4e38``."""
     if not math.isfinite(value):
         return {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
     if value == int(value) and abs(value) < 1e6:
@@ -98,7 +98,7 @@ def number(value: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """``0.25%``, ``99.5%``; ``100%`` only of all of it."""
+    """``0.25%``, ``99.5%``; ``100%`` only if it is everything."""
     share = 100 * part / whole
     if part >= whole:
         return "100%"
@@ -120,22 +120,22 @@ def duration(seconds: float) -> str:
 
 def _steps_sentence(figures: Figures) -> str:
     if not figures.steps:
-        return "No step was heard of."
+        return "No steps are in the log."
     what = counted(figures.steps, "step")
     parts = []
     if figures.skipped:
         parts.append(f"{figures.skipped:,} skipped")
     if figures.lost:
-        parts.append(f"{figures.lost:,} without effect behind a bad one")
+        parts.append(f"{figures.lost:,} lost after a bad step")
     if figures.backed_off:
-        parts.append(f"{figures.backed_off:,} left out by routine back-offs of the loss scale")
+        parts.append(f"{figures.backed_off:,} skipped by routine back-offs of the loss scale")
     if figures.rollbacks:
         by = "a rollback" if figures.rollbacks == 1 else f"{figures.rollbacks:,} rollbacks"
         parts.append(f"{figures.undone:,} undone by {by}" if figures.undone else by)
-    lost = f"{what}: {_and(parts)}, nothing else lost." if parts else f"{what}, and every one of them counted."
+    lost = f"{what}: {_and(parts)}; all others applied." if parts else f"{what}, all applied."
     if figures.halted_at is not None and not figures.is_over:
         return f"{lost} Training halted at step {figures.halted_at:,}."
-    return lost if figures.is_over else f"{lost} The log has no end: the run is still going, or was stopped."
+    return lost if figures.is_over else f"{lost} The log has no end: the run is still going or was stopped."
 
 
 def _spans(story: Story) -> Iterator[SummaryPart]:
@@ -154,7 +154,7 @@ def _spans(story: Story) -> Iterator[SummaryPart]:
 def _first_trouble(story: Story) -> Iterator[SummaryPart]:
     fault = story.faults[0]
     again = len(fault.incidents) - 1
-    yield "", "The first trouble: " if len(story.faults) > 1 else "The trouble: "
+    yield "", "First problem: " if len(story.faults) > 1 else "Problem: "
     yield "strong", fault_in_words(fault)
     if place := place_in_words(fault):
         yield from (("", " in "), ("code", place))
@@ -163,7 +163,7 @@ def _first_trouble(story: Story) -> Iterator[SummaryPart]:
         yield "", f" and {again:,} more time{'s' * (again != 1)}"
     last = next((record.outcome for record in reversed(fault.incidents) if record.outcome.did), None)
     if last is not None:
-        yield "", f", answered by: {last.did}."
+        yield "", f". Response: {last.did}."
     elif all(record.outcome.action.response == "skip" for record in fault.incidents):
         yield "", ", skipped each time." if again else ", skipped."
     else:

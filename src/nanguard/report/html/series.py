@@ -1,7 +1,7 @@
-"""The steps of a run as curves: compact arrays that a browser reads back to the bit.
+"""The steps of a run as curves: compact arrays that a browser decodes bit for bit.
 
-An array is ``{"n": 3, "start": 0, "by": 1}`` where it is evenly spaced (``by`` 0: the same throughout), else
-``{"n": 3, "f32": base64}``, or ``f64`` where 32 bits would lose something. NaN and Inf are in it as they are.
+An array is ``{"n": 3, "start": 0, "by": 1}`` if it is evenly spaced (``by`` is 0 for a constant), else
+``{"n": 3, "f32": base64}``, or ``f64`` if 32 bits would lose precision. NaN and Inf are kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from nanguard.records.run import Run, StepRecord
 
 _MOST_CURVES = 16
-"""Of one kind. A model with hundreds of parameter groups is still to be read."""
+"""Curves of one kind. The chart must stay readable with hundreds of parameter groups."""
 
 
 def curves_of(run: Run) -> dict[str, Any]:
-    """The ``steps`` of each optimizer, and by panel, ``loss``, ``norm``, ``lr`` and ``scale``, the curves over them."""
+    """The ``steps`` of each optimizer, and the curves of each panel: ``loss``, ``norm``, ``lr`` and ``scale``."""
     panels: dict[str, list[dict[str, Any]]] = {"loss": [], "norm": [], "lr": [], "scale": []}
     steps: list[dict[str, Any]] = []
     owners = sorted({record.optimizer for record in run.steps})
@@ -36,7 +36,7 @@ def curves_of(run: Run) -> dict[str, Any]:
 
 
 def _columns(records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[tuple[str, str, list[float]]]:
-    """Panel, label and values of each curve of one optimizer, whose parameter groups have these names."""
+    """Panel, label and values of each curve of one optimizer. ``names`` are those of its parameter groups."""
     yield "loss", "loss", [record.loss for record in records]
     for panel, rows in (("norm", [r.norms for r in records]), ("lr", [r.lrs for r in records])):
         number = max(map(len, rows), default=0)
@@ -48,7 +48,7 @@ def _columns(records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[tu
 
 
 def _names(run: Run, owner: str) -> list[str]:
-    """What the header of this optimizer calls its parameter groups."""
+    """The names of the parameter groups in the header of this optimizer."""
     more = [event.fields for event in run.events if event.event == "optimizer"]
     for header in reversed([*run.headers, *more]):
         names = header.get("groups")
@@ -58,11 +58,11 @@ def _names(run: Run, owner: str) -> list[str]:
 
 
 def packed(values: Sequence[float]) -> dict[str, Any]:
-    """An array as the page holds it."""
+    """An array in the form that the page uses."""
     if _is_even(values):
         by = values[1] - values[0] if len(values) > 1 else 0.0
         return {"n": len(values), "start": values[0], "by": by}
-    # A double beyond the range of 32 bits becomes Inf there, which is not equal to it: then all stay as they are.
+    # A double beyond the range of fp32 becomes Inf, which is not equal to it. Then all values stay doubles.
     single = array("f", [_clipped(v) for v in values])
     is_exact = all(s == v or (s != s and v != v) for s, v in zip(single, values, strict=True))
     numbers = single if is_exact else array("d", values)
@@ -79,5 +79,5 @@ def _is_even(values: Sequence[float]) -> bool:
 
 
 def _clipped(value: float) -> float:
-    """As ``array`` takes it: doubles beyond 32 bits raise there on some systems."""
+    """A value that ``array("f")`` accepts: larger doubles raise there on some systems."""
     return math.copysign(math.inf, value) if abs(value) > 3.5e38 else value

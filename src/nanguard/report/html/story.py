@@ -1,4 +1,4 @@
-"""What a run's log and its incident folders come to, before any of it is written as HTML."""
+"""The data of the report, from a run log and its incident folders, before it is written as HTML."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from nanguard.records.run import EventRecord, Run
 
 MOST_IN_FULL = 60
-"""Faults of a run that are shown in full, with what their folders hold."""
+"""How many faults of a run are shown in full, with the contents of their folders."""
 
 MOST_REPEATS = 400
-"""Of one fault, how many of its incidents have a place of their own on the page."""
+"""How many incidents of one fault have their own entry on the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultGroup:
-    """Incidents that are the same again: one cause, at one place. ``bundle`` is what was kept of the first.
+    """Incidents with the same cause at the same place. ``bundle`` is the saved folder of the first.
 
-    ``places`` are those of its incidents among all of the run.
+    ``places`` are the indices of its incidents in the run.
     """
 
     places: tuple[int, ...]
@@ -43,9 +43,9 @@ class FaultGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What can be counted. ``seconds`` is from the first line of the log to the last.
+    """The key numbers. ``seconds`` is the time from the first line of the log to the last.
 
-    ``last_loss`` is the last that is finite; where later ones are not, ``last_loss_step`` says of which step it is.
+    ``last_loss`` is the last finite loss. If later losses are non-finite, ``last_loss_step`` is its step.
     """
 
     steps: int
@@ -67,7 +67,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """One run. ``label`` is unlike that of any other on the page."""
+    """One run. ``label`` is unique on the page."""
 
     run: Run
     number: int
@@ -79,11 +79,11 @@ class Story:
     troubles: tuple[str, ...]
 
     def card_id(self, place: int) -> str:
-        """Where the incident at this place is on the page: numbers may come twice in a log."""
+        """The HTML id of the incident at this index. Incident numbers may repeat in a log."""
         return f"run{self.number}-incident{place + 1}"
 
     def targets(self) -> dict[int, str]:
-        """By the place of an incident: what to open to see it."""
+        """The HTML id to open for each incident, by index."""
         found = {}
         for rank, fault in enumerate(self.faults):
             for nth, place in enumerate(fault.places):
@@ -93,7 +93,7 @@ class Story:
 
 
 def stories_of(runs: Sequence[Run]) -> list[Story]:
-    """In the order given."""
+    """One story for each run, in the order given."""
     labels = _labels(runs)
     return [_story(run, number, label) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
 
@@ -101,7 +101,7 @@ def stories_of(runs: Sequence[Run]) -> list[Story]:
 def _story(run: Run, number: int, label: str) -> Story:
     dropped, others, troubles = [], [], list(run.troubles)
     for event in run.events:
-        if event.event == "optimizer":  # the header of one more guard that writes to this log
+        if event.event == "optimizer":  # the header of another guard that writes to this log
             continue
         if event.event != "drop":
             others.append(event)
@@ -153,7 +153,7 @@ def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[FaultG
 
 
 def kept_in(log: Path, told: str) -> Path | None:
-    """The folder of an incident: where the log says, or beside the log, where the run has been moved since."""
+    """The folder of an incident: next to the log (the run may have been moved), or where the log says."""
     if not told:
         return None
     beside = (log if log.is_dir() else log.parent) / "incidents" / Path(told).name
@@ -197,7 +197,7 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
 
 
 def _counts(run: Run, incidents: Sequence[IncidentRecord]) -> dict[str, int]:
-    """What the end of the log says; where it has none, or only that of one of several optimizers, what is in it."""
+    """The counts at the end of the log. If there are none, or for one optimizer of several, they are counted here."""
     made = {record.optimizer: record.step + 1 for record in run.steps}
     told = (run.end or {}).get("counts")
     if isinstance(told, Mapping) and len(made) <= 1:
@@ -223,7 +223,7 @@ def _whole(value: object) -> int | None:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """The names of the folders; where two are alike, more of the path; and where that is no help, a number."""
+    """The names of the folders. Equal names become paths, and equal paths get a number."""
     labels = [run.name or "run" for run in runs]
     for place, run in enumerate(runs):
         if [other.name for other in runs].count(run.name) > 1:

@@ -1,4 +1,4 @@
-"""The curves as a table: what a screen reader, or a page without scripts, has of them."""
+"""The curves as a table, for screen readers and pages without scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ROWS, _MOST_COLUMNS = 60, 4
 
 
 def values_table(story: Story, *, named: bool) -> Markup | None:
-    """Some of the steps, evenly chosen, and around them the ones that were skipped."""
+    """Evenly chosen steps, and those that were skipped."""
     steps = story.run.steps
     if not steps:
         return None
@@ -34,10 +34,14 @@ def values_table(story: Story, *, named: bool) -> Markup | None:
     head = tag("tr", (tag("th", name, scope="col") for name in names))
     body = [_row(record, norms, rates, has_scale) for record in records]
     table = tag("table", tag("thead", head), tag("tbody", body))
-    box = tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label="Values")
-    which = "every step" if every == 1 else f"1 step in {every:,}, and those that were skipped"
+    which = "every step" if every == 1 else f"1 step in {every:,}, and skipped steps"
     summary = tag("summary", f"The values{f' of {story.label}' if named else ''} as a table ({which})")
-    return tag("details", summary, box, class_="more")
+    return tag("details", summary, scrolled(table, "Values"), class_="more")
+
+
+def scrolled(table: Markup, label: str) -> Markup:
+    """A table that scrolls if it is wider than the screen, also with the keyboard."""
+    return tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label=label)
 
 
 def _row(record: StepRecord, norms: int, rates: int, has_scale: bool) -> Markup:

@@ -1,4 +1,4 @@
-"""Where the runs took place: versions, device, precision, policy, and what the incidents know of the host."""
+"""The environment of the runs: versions, device, precision, policy, and the host as recorded in incidents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanguard.records.markup import Markup, tag
 from nanguard.report.html.prose import counted
+from nanguard.report.html.table import scrolled
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Story
@@ -38,7 +39,7 @@ def environment(stories: Sequence[Story]) -> Markup:
         head = tag("thead", tag("tr", tag("td"), cells))
     body = [_row(name, [column.get(name, "–") for column in columns]) for name in names]
     table = tag("table", head, tag("tbody", body), class_="facts")
-    return tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label="Environment")
+    return scrolled(table, "Environment")
 
 
 def _row(name: str, values: Sequence[str]) -> Markup:
@@ -62,13 +63,13 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
         each = [
             f"{_value(told.get('optimizer', ''))} ({_value(told.get('optimizers', ''))})" for told in (header, *further)
         ]
-        yield "guarded on their own", ", ".join(each[:40])
+        yield "guarded separately", ", ".join(each[:40])
     if len(story.run.headers) > 1:
         yield "processes", f"{counted(len(story.run.headers), 'time')} started"
     policy = header.get("policy")
     if isinstance(policy, Mapping):
         if "max_norm" in policy:
-            yield "clipping of the policy", "none" if policy["max_norm"] is None else f"to {_value(policy['max_norm'])}"
+            yield "clipping by the policy", "none" if policy["max_norm"] is None else f"to {_value(policy['max_norm'])}"
         if policy.get("divergence"):
             yield "divergence", _value(policy["divergence"])
     bundle = next((fault.bundle for fault in story.faults if fault.bundle is not None), None)
