@@ -190,7 +190,7 @@ def hostile_run(folder: Path, text: str) -> Path:
     window = PendingStep(3, 1, 3, True, 1)
     window.microbatches = [Microbatch(loss_fn, {text: torch.ones(2)}, RngReader(torch.device("cpu")).now(), True)]
     bundles = Bundles(folder, "batch", precision=text)
-    path = bundles.keep(1, outcome=told, window=window, history=(), model=nn.Linear(1, 1), kept_fp32=(text,))
+    path = bundles.keep(1, outcome=told, pending=window, history=(), model=nn.Linear(1, 1), kept_fp32=(text,))
     assert path is not None
     again = outcome(4, diagnosis=hostile_diagnosis(text, 4), did=text, bundle=text)
     rung = {"rung": text, text: text}

@@ -324,11 +324,11 @@ def test_fields_win_over_what_a_dict_can_do() -> None:
         (PurePosixPath("a/b"), "a/b", "comes back as text"),
         (np.array(["a", None], dtype=object), ["a", None], "comes back as plain values"),
         (nn.Parameter(torch.ones(2)).data.as_subclass(type("Image", (Tensor,), {})), torch.ones(2), "a plain tensor"),
-        (len, Lost("builtin_function_or_method"), "cannot be kept"),
-        (nn.Linear(1, 1), Lost("torch.nn.modules.linear.Linear"), "cannot be kept"),
-        (torch.ones(2).to_sparse(), Lost("a tensor of layout torch.sparse_coo"), "cannot be kept"),
-        (torch.ones(2, device="meta"), Lost("a meta tensor, which has no values,"), "cannot be kept"),
-        (object(), Lost("object"), "cannot be kept"),
+        (len, Lost("builtin_function_or_method"), "cannot be saved"),
+        (nn.Linear(1, 1), Lost("torch.nn.modules.linear.Linear"), "cannot be saved"),
+        (torch.ones(2).to_sparse(), Lost("a tensor of layout torch.sparse_coo"), "cannot be saved"),
+        (torch.ones(2, device="meta"), Lost("a meta tensor, which has no values,"), "cannot be saved"),
+        (object(), Lost("object"), "cannot be saved"),
         (defaultdict(lambda: 0, a=1), {"a": 1}, "a plain dict"),
         ({Colour.RED: 1}, {"Colour.RED": 1}, "comes back as text"),
     ],
@@ -420,7 +420,7 @@ def test_batch_holds_no_weights(tmp_path: Path) -> None:
     bundle = kept(tmp_path, torch.ones(1), capture="batch")
     assert bundle.captured == ("batch", "rng")
     assert bundle.weights() == {}
-    assert "capture='full' only" in bundle.why_not("weights")
+    assert "only with capture='full'" in bundle.why_not("weights")
 
 
 def test_a_batch_over_the_limit_is_left_out_whole_and_its_bad_samples_kept(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_weights_that_cannot_be_written_are_left_out_whole(tmp_path: Path) -> No
     model.register_buffer("sparse", torch.ones(2).to_sparse())
     bundle = kept(tmp_path, torch.ones(1), model=model)
     assert bundle.captured == ("batch", "rng")
-    assert "sparse: a tensor of layout torch.sparse_coo cannot be kept" in bundle.why_not("weights")
+    assert "sparse: a tensor of layout torch.sparse_coo cannot be saved" in bundle.why_not("weights")
 
 
 def keep_many(bundles: Bundles, causes: Iterable[Any], size: int = 1) -> list[Path | None]:
@@ -497,8 +497,8 @@ def test_a_run_with_many_incidents_does_not_fill_the_disk(tmp_path: Path, caplog
     assert "capture='batch' was asked for" in there[2].facts["notes"][0]
     assert bundles.num_left_out == 3
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "no more of these kinds. Remove what is of no use",
-        "from now on the first of a kind only, without data",
+        "no more of these kinds. Delete what you do not need",
+        "now only the first of a kind, no data",
     ]
 
 
@@ -508,7 +508,7 @@ def test_all_incidents_of_a_run_together_have_a_limit(tmp_path: Path) -> None:
     there = [load(path) for path in folders(tmp_path)]
     assert ["batch" in bundle.captured for bundle in there] == [True, True, False, False, False]
     assert "over the limit" in there[2].why_not("batch")
-    assert "were left of what all incidents of a run may take together" in there[2].facts["notes"][0]
+    assert "were left of the limit for all incidents of a run" in there[2].facts["notes"][0]
     again = Bundles(tmp_path, "batch", total_limit=100_000)
     (path,) = keep_many(again, ["log_of_zero"], size=10_000)
     assert path is not None
@@ -573,10 +573,10 @@ def test_other_names_are_left_alone(tmp_path: Path) -> None:
 def test_a_process_killed_while_writing_leaves_nothing_of_that_name(tmp_path: Path) -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import torch\n"
-        "import test_incident as t; from nanguard.incident import files, bundle\n"
-        "which = getattr(sys.modules['nanguard.incident.' + sys.argv[3]], sys.argv[4])\n"
+        "import test_incident as t; from nanguard.incidents import files, bundle\n"
+        "which = getattr(sys.modules['nanguard.incidents.' + sys.argv[3]], sys.argv[4])\n"
         "def killed(*args): os._exit(9)\n"
-        "setattr(sys.modules['nanguard.incident.' + sys.argv[3]], sys.argv[4], killed)\n"
+        "setattr(sys.modules['nanguard.incidents.' + sys.argv[3]], sys.argv[4], killed)\n"
         "t.keep(Path(sys.argv[2]), torch.ones(4))"
     )
     for module, name in (("files", "flush"), ("files", "sync"), ("files", "write_tensors")):
@@ -602,7 +602,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
     assert keep(tmp_path, torch.ones(1)) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "step 7: the incident is not kept" in record.getMessage()
+    assert "step 7: the incident could not be saved" in record.getMessage()
     assert "No space left on device" in record.getMessage()
     assert "the run goes on" in record.getMessage()
     assert list((tmp_path / "incidents").iterdir()) == []
@@ -611,7 +611,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
 def test_a_run_dir_that_cannot_be_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert keep(tmp_path / "file", torch.ones(1)) is None
-    assert "not kept" in caplog.text
+    assert "could not be saved" in caplog.text
 
 
 def test_a_batch_that_cannot_be_looked_into_is_left_out(tmp_path: Path) -> None:
@@ -718,21 +718,24 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["diagnosis"].update(phase="bad luck"), "bad luck"),
     (lambda d: d["diagnosis"].update(source=3), "Source"),
     (lambda d: d["history"].append(1), r"history\[2\]: expected an object"),
-    (lambda d: d.update(tensors=None), "weights that are not there"),
+    (lambda d: d.update(tensors=None), "weights that were not saved"),
     (lambda d: d["tensors"].pop("index"), "does not say what its tensors are"),
     (lambda d: d["tensors"].pop("size"), "does not say how large"),
     (lambda d: d["tensors"].update(size=5), "instead of 5"),
     (lambda d: d["tensors"].update(tensors_sha256="0" * 64), "its checksum differs"),
-    (lambda d: d["tensors"]["index"]["weights.inp.weight"].update(shape=[-1, 2]), "cannot be: 'weights.inp.weight'"),
+    (
+        lambda d: d["tensors"]["index"]["weights.inp.weight"].update(shape=[-1, 2]),
+        "invalid entry for a tensor: 'weights.inp.weight'",
+    ),
     (lambda d: d["tensors"]["index"]["weights.inp.weight"].update(shape=[1 << 60]), "bytes instead of"),
     (
         lambda d: d["tensors"]["index"]["weights.inp.weight"].update(dtype="load"),
-        "a type that this torch does not have",
+        "a dtype that this torch does not have",
     ),
     (lambda d: d["tensors"]["index"]["weights.inp.weight"].update(complex=True), "RuntimeError"),
-    (lambda d: d["tensors"]["index"].pop("weights.inp.weight"), "not there: 'inp.weight'"),
+    (lambda d: d["tensors"]["index"].pop("weights.inp.weight"), "not saved: 'inp.weight'"),
     (lambda d: d["contents"].pop("batch[0]"), "were captured"),
-    (lambda d: d["contents"]["weights"].append("more"), "not there: 'more'"),
+    (lambda d: d["contents"]["weights"].append("more"), "not saved: 'more'"),
     (lambda d: d["contents"].update({"batch[0]": {"$tensor": "99"}}), "cannot be read"),
     (lambda d: d["contents"].update({"batch[0]": {"$reduce": ["os.system", ["touch PWNED"]]}}), "cannot be read"),
     (lambda d: d["contents"].update({"batch[0]": {"$named": ["A", ["__class__"], [1]]}}), "named tuple"),
@@ -758,12 +761,12 @@ def test_what_is_wrong_is_said(broken: Path, change: Callable[[dict[str, Any]], 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "torn"),
-        (b"\x80\x04\x95", "torn"),
+        (b"", "is incomplete"),
+        (b"\x80\x04\x95", "is incomplete"),
         (b"[1, 2]", "no schema"),
         (b'{"schema": NaN}', "holds NaN"),
-        (b"[" * 200_000, "torn"),
-        (b'{"schema": 1' + b"0" * 5000 + b"}", "torn"),
+        (b"[" * 200_000, "is incomplete"),
+        (b'{"schema": 1' + b"0" * 5000 + b"}", "is incomplete"),
     ],
 )
 def test_other_files_are_refused(broken: Path, text: bytes, words: str) -> None:

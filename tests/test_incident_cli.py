@@ -330,7 +330,7 @@ def test_as_json_it_is_one_object_without_the_data(program: Path) -> None:
 def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text('{"event": "run"}\n')
     result = run("explain", tmp_path)
-    assert (result.exit_code, "no incident was kept" in result.stdout) == (0, True)
+    assert (result.exit_code, "no incident was saved" in result.stdout) == (0, True)
     (tmp_path / "run.jsonl").write_text('{"event": "run"}\n{"event": "incident"}\n')
     assert "lists 1; the run had capture='none'" in run("explain", tmp_path).stdout
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "nowhere", "there is no such file or folder"),
         (tmp_path / "other", "neither a run nor an incident"),
-        (tmp_path / "file.json", "is torn"),
+        (tmp_path / "file.json", "is incomplete"),
     ):
         result = run("explain", path)
         assert result.exit_code == 2

@@ -99,7 +99,7 @@ class TestReading:
     def test_without_pandas_a_frame_is_refused_in_words(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pandas", None)
         written(tmp_path, RUN, step_line(0))
-        with pytest.raises(RunLogError, match="needs pandas, which is not installed: pip install pandas"):
+        with pytest.raises(ImportError, match="needs pandas, which is not installed: pip install pandas"):
             read_run(tmp_path).frame()
 
     def test_steps_that_a_resumed_run_makes_again_take_the_place_of_the_first(self, tmp_path: Path) -> None:
