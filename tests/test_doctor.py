@@ -633,7 +633,7 @@ def test_the_programs_of_this_repository_have_only_what_is_meant() -> None:
     [(b"for x in", "invalid syntax"), (b"x = 1\0", "null byte"), (b"\xff\xfe", ""), (b"(" * 5000, "")],
 )
 def test_what_is_no_python_is_said(source: bytes, why: str) -> None:
-    with pytest.raises(ScriptError, match=f"(?s)t.py.* is no Python that this Python can read.*{why}"):
+    with pytest.raises(ScriptError, match=f"(?s)t.py.* cannot be parsed by this Python.*{why}"):
         Script("t.py", source)
 
 
