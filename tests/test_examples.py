@@ -48,3 +48,9 @@ def test_recover(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in fp32: attention" in out
     assert "rolled_back=1" in out
     assert "nan" not in out.replace("nanguard", "")
+
+
+def test_observer(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output_of("observer.py", capsys).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 100", "step 150", "step 200", "step 300", "step 400"]
+    assert lines[1] == "step 150: skip"

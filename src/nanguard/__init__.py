@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nanguard.runlog.reader import read_run
     from nanguard.standalone import diagnose
     from nanguard.state.snapshots.options import Snapshots
+    from nanguard.step.observers import Observer
     from nanguard.step.precision import LossScale
 
 __all__ = [
