@@ -116,6 +116,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_table_of_typical_changes_is_what_its_script_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import typical_changes
+
+    if not typical_changes.has_before():
+        pytest.skip(f"no git history here with commit {typical_changes.BEFORE}")
+    text = typical_changes.PAGE.read_text()
+    assert text == typical_changes.filled(text), "run docs/typical_changes.py"
+
+
 def test_the_overhead_in_the_readme_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import readme
