@@ -214,7 +214,7 @@ def stops(result: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def summary(result: dict[str, Any], failing: list[str], healthy: list[str]) -> list[str]:
-    lines = ["| | finished | recovered | recovered, and nobody lost fewer | interventions on healthy runs |"]
+    lines = ["| | finished | recovered | recovered with the fewest lost steps | interventions on healthy runs |"]
     lines.append("| --- |" + " ---: |" * 4)
     for name in result["contenders"]:
         rows = [result["table"][scenario] for scenario in failing]
