@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 import nanguard
-from nanguard.records.steps import Incident
 from nanguard.records.panel import panel
+from nanguard.records.steps import Incident
 
 HERE = Path(__file__).parent
 GETTING_STARTED = HERE.parent / "getting-started.md"

@@ -11,7 +11,7 @@ import torch
 
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.watched import Run
+from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
@@ -40,7 +40,7 @@ class Exam:
 
     parts: StepParts
     pending: PendingStep
-    run: Run
+    run: WatchedRun
     past: Past
     replay: Replay | None
 

@@ -19,7 +19,7 @@ from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.trials import Trials
-from nanguard.diagnosis.watched import Run
+from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source, Trial
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of
@@ -143,7 +143,7 @@ class Examiner:
         return with_remedy(diagnosis)
 
 
-def _before_the_damage(replay: Replay, past: Past) -> Run | None:
+def _before_the_damage(replay: Replay, past: Past) -> WatchedRun | None:
     """The step on weights that were still good. None if there are none, or if the step is finite on them."""
     if past.older_weights is None:
         return None

@@ -21,7 +21,7 @@ from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.slicing import ProgramSource
 from nanguard.diagnosis.trace import Trace, forward_op
-from nanguard.diagnosis.watched import Run
+from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Reading
 from nanguard.source.frames import Place, user_files
@@ -114,7 +114,7 @@ def _by_running_it(
     """Trace the op alone, so that the rules can look at its operands."""
     if graph_finding.again is None:
         return None
-    run = Run(Trace(Modules()))
+    run = WatchedRun(Trace(Modules()))
     with torch.no_grad(), run.trace:
         result = graph_finding.again()
     run.look_at_loss(result)

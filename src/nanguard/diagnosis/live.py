@@ -15,7 +15,7 @@ from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.watched import Run, introduce
+from nanguard.diagnosis.watched import WatchedRun, introduce
 from nanguard.source.modules import Modules
 from nanguard.state.trees import named_tensors
 from nanguard.step.parts import StepParts
@@ -30,7 +30,7 @@ class Live:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
-        self._run: Run | None = None
+        self._run: WatchedRun | None = None
         self._is_armed = False
         self._is_used = False
         self._entered: float | None = None
@@ -75,7 +75,7 @@ class Live:
             introduce(trace, self._parts.state)
             for name, tensor in named_tensors(batch, "batch"):
                 trace.know(name, tensor, BATCH)
-            self._run = Run(trace)
+            self._run = WatchedRun(trace)
         except Exception:
             self.is_allowed = False
             log.warning("the step cannot be traced as it runs", exc_info=True)
@@ -118,7 +118,7 @@ class Live:
             self._seconds += time.perf_counter() - began
             self._entered = None
 
-    def after_backward(self, loss: Tensor) -> Run | None:
+    def after_backward(self, loss: Tensor) -> WatchedRun | None:
         """Check loss and gradients while they exist. None if the step was not traced. Syncs."""
         run, began = self._run, time.perf_counter()
         if run is None or not run.is_finite:

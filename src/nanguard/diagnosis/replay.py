@@ -17,7 +17,7 @@ from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.watched import Run, introduce, introduce_states, tensors_by_kind
+from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_states, tensors_by_kind
 from nanguard.source.frames import runs_user_code
 from nanguard.source.modules import Modules
 from nanguard.state.batches import filled, take
@@ -51,7 +51,7 @@ class Replay:
 
     # ---- watched -------------------------------------------------------------------------------------------------
 
-    def watched(self, *, update: bool = False) -> Run:
+    def watched(self, *, update: bool = False) -> WatchedRun:
         """Trace every op of the step, with ``update`` also the optimizers'. Stop at the first non-finite result."""
         saved: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -62,7 +62,7 @@ class Replay:
 
         trace = Trace(self._modules, save)
         self._introduce(trace)
-        run = Run(trace)
+        run = WatchedRun(trace)
         try:
             alone = _Alone() if self.parts.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
             hooks = GradientHooks(self._modules, run.hooks)
@@ -83,11 +83,11 @@ class Replay:
             log.debug("some ops could not be followed: %s", trace.failure)
         return run
 
-    def watched_update(self) -> Run:
+    def watched_update(self) -> WatchedRun:
         """Trace the optimizers' update alone, with the current gradients, and undo it."""
         trace = Trace(self._modules)
         self._introduce(trace)
-        run = Run(trace)
+        run = WatchedRun(trace)
         with _compat.without_compilation(), trace:
             self._watch_update(run)
         return run
@@ -103,7 +103,7 @@ class Replay:
         key = _compat.storage_key(tensor)
         return {n: t for n, t in self._data.items() if _compat.storage_key(t) == key and _can_be_written_to(t)}
 
-    def _watch_one(self, run: Run, place: int) -> None:
+    def _watch_one(self, run: WatchedRun, place: int) -> None:
         run.microbatch = place
         loss = self._dry_run.forward(self.pending, place)
         with _compat.unwatched():
@@ -117,7 +117,7 @@ class Replay:
                 run.look_at_writes(self._state)
 
     @runs_user_code
-    def _watch_update(self, run: Run) -> None:
+    def _watch_update(self, run: WatchedRun) -> None:
         """Update one parameter at a time, so that each op belongs to one parameter."""
         parts = self.parts
         grads = [

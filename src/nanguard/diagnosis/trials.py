@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.watched import Run
+from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
 from nanguard.state.batches import num_samples
 
@@ -28,7 +28,7 @@ class Trials:
         self._unit = 0.0
         self._spent = 0.0
 
-    def made(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+    def made(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         """The diagnosis with the experiments and, if one was found, the fix that works."""
         diagnosis = self._precision(diagnosis, run)
         diagnosis = self._samples(diagnosis, run)
@@ -43,7 +43,7 @@ class Trials:
 
     # ---- precision -----------------------------------------------------------------------------------------------
 
-    def _precision(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+    def _precision(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         parts = self._replay.parts
         halves = any(p.element_size() < 4 for p in parts.state.model.parameters() if p.is_floating_point())
         runs_low = (
@@ -65,7 +65,7 @@ class Trials:
     def _is_finite_in_fp32(self) -> bool:
         return self._replay.is_finite(fp32=[""])
 
-    def _fewest_modules(self, diagnosis: Diagnosis, run: Run) -> tuple[str, ...]:
+    def _fewest_modules(self, diagnosis: Diagnosis, run: WatchedRun) -> tuple[str, ...]:
         """A smallest set of a few modules that make the step finite in fp32. Empty if there is no such set."""
         suspects = self._suspects(diagnosis, run)
         for size in range(1, min(_MOST_MODULES, len(suspects)) + 1):
@@ -97,7 +97,7 @@ class Trials:
             chunk //= 2
         return tuple(kept)
 
-    def _suspects(self, diagnosis: Diagnosis, run: Run) -> list[str]:
+    def _suspects(self, diagnosis: Diagnosis, run: WatchedRun) -> list[str]:
         """The module of the diagnosis and its parents, then the modules of other births."""
         islands, names = self._replay.parts.islands, list[str]()
         births = [event.note.module for event in run.trace.events if event.kind == "birth"]
@@ -112,14 +112,14 @@ class Trials:
             names.append(parent)
         return names
 
-    def _all_called(self, run: Run) -> list[str]:
+    def _all_called(self, run: WatchedRun) -> list[str]:
         islands = self._replay.parts.islands
         called = dict.fromkeys(note.module for note in run.trace.notes if note.phase == "forward" and note.module)
         return [name for name in called if islands.can_keep(name) and name not in islands.names]
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
-    def _samples(self, diagnosis: Diagnosis, run: Run) -> Diagnosis:
+    def _samples(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         """Find the samples of the batch that make the step non-finite."""
         micros = self._replay.pending.microbatches
         num = num_samples(micros[0].batch) if len(micros) == 1 else None

@@ -17,7 +17,7 @@ from nanguard.step.parts import StepParts
 
 
 @dataclass(slots=True)
-class Run:
+class WatchedRun:
     """``found`` says what was non-finite: loss, gradients, buffers, parameters or update; ``""`` if nothing was.
 
     ``names`` are the names of the non-finite tensors, ``ends`` the events that made them so, ``hooks`` the lines and

@@ -20,19 +20,19 @@ class TrainedModules(nn.Module):
 
     def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._modules.update(modules)
-        self._parameters.update(tensors)  # type: ignore[arg-type]
+        _compat.children_of(self).update(modules)
+        _compat.parameters_of(self).update(tensors)  # type: ignore[arg-type]
 
     def take(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
         """Replaces the tensors that are in no module. If all shapes are the same, in order, the names stay."""
         inside = {id(param) for module in self.children() for param in module.parameters()}
         bare = [tensor for tensor in tensors if id(tensor) not in inside]
-        before = [(name, tensor) for name, tensor in self._parameters.items() if tensor is not None]
+        before = [(name, tensor) for name, tensor in _compat.parameters_of(self).items() if tensor is not None]
         if [t.shape for t in bare] == [t.shape for _, t in before]:
             kept = {id(new): name for new, (name, _) in zip(bare, before, strict=True)}
             names = {**kept, **names}
-        self._parameters.clear()
-        self._parameters.update(_named(bare, names))  # type: ignore[arg-type]
+        _compat.parameters_of(self).clear()
+        _compat.parameters_of(self).update(_named(bare, names))  # type: ignore[arg-type]
 
 
 def names_inside(model: nn.Module) -> dict[int, str]:

@@ -34,7 +34,7 @@ class Snapshot:
     copies: Copies | None
 
 
-class Ranks(Protocol):
+class AgreeingRanks(Protocol):
     """The ranks that train together: they take and load the same snapshots."""
 
     rank: int
@@ -59,7 +59,7 @@ class SnapshotRing:
         data: Data,
         options: Snapshots,
         *,
-        ranks: Ranks,
+        ranks: AgreeingRanks,
         lag: int,
         is_calm: Callable[[], bool],
         folder: Path | None,
