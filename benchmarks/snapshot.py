@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/snapshot.py            # three and a half minutes on an H200
     PYTHONPATH=src python benchmarks/snapshot.py --quick    # minute sizes, to try the script itself
 
-Only the copies are measured (`nanguard.state.snapshots.copies`), with `fence()` before every `optimizer.step()`. Training
-is timed in blocks of a few steps, with and without one copy in them, interleaved: plain, copy, plain, copy, ..., plain.
+Only the copies are measured (`nanguard.state.snapshots.copies`), with `fence()` before every `optimizer.step()`.
+Training is timed in blocks of a few steps, with and without one copy in them, interleaved: plain, copy,
+plain, copy, ..., plain.
 What a copy adds is its block's time less the mean of the plain blocks before and after; numbers are medians over rounds
 with the 10th and 90th percentile. A block ends when training has caught up, not when the copy has arrived. A copy is
 made from a standstill, where the loop has just waited for the device and the host's time to start the copy shows, and

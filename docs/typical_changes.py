@@ -42,11 +42,11 @@ CHANGES = (
     # Now: a rung that is defined outside of the package. One of our own is also exported by `__init__.py`.
     Change(
         "a new rung of the ladder",
-        "`LowerLR`; now a rung in tests/test_rungs.py",
+        "`LowerLR`; now a rung in tests/test_own_rung.py",
         r"LowerLR|lower_lr",
         paths=(*_SOURCES, ":!src/nanguard/diagnosis"),
         now=r"def refuses\(",
-        paths_now=("tests/test_rungs*.py",),
+        paths_now=("tests/test_own_rung.py",),
     ),
     # A cause with a rule of its own, and no special case anywhere.
     Change("a new cause", "`acos_asin_domain`", r"acos_asin_domain"),
@@ -63,22 +63,25 @@ CHANGES = (
         now=r"\(nanguard\.Observer\)",
         paths_now=("examples/*.py",),
     ),
-    # Files that list the parameters, buffers or optimizer state of a live run on their own, or ask whether they are
-    # sharded: each of them would have to see this rank's shard instead.
+    # Before, there was no seam: files that list the parameters, buffers or optimizer state of a live run on their own,
+    # or ask whether they are sharded. Now: the seam (`state/sharding.py` turns local sums and maxima into global ones)
+    # and the files that refuse sharded models until it is filled in.
     Change(
         "sharded parameters",
-        "own lists of parameters, buffers, optimizer state",
+        "own lists of the run's tensors; now files that ask about shards",
         r"\.state\.(get|items|values)\(|optimizer\.state\b|named_(buffers|parameters)\(|\._buffers\b|\.state\[|is_sharded",
         paths=_OF_RUNS,
+        now=r"def global_sum_|is_sharded\(",
+        paths_now=_OF_RUNS,
     ),
-    # Before: everything that knew a pilot or the tower, the only way to guard a loop from outside. Now: files outside
-    # of the package that drive a hosted step from a loop of their own, without any patch.
+    # Before: everything that knew a pilot or the tower, the only way to guard a loop from outside. Now: a trainer class
+    # that drives the hosted engine from its own loop, without any patch.
     Change(
         "guarding a loop that a framework owns",
-        "`Tower` and `Pilot`; now a trainer class on `hosted/`",
+        "`Tower` and `Pilot`; now the trainer in tests/test_hosted.py",
         r"\b(Tower|Pilot)\b",
         now=r"from nanguard\.hosted",
-        paths_now=("examples/*.py", "tests/test_hosted*.py"),
+        paths_now=("tests/test_hosted.py",),
     ),
 )
 
