@@ -198,7 +198,7 @@ def test_incidents_that_a_run_has_kept_are_passed_over_unless_asked_for(tmp_path
     assert "not checked: tensors.safetensors (saved incidents, settings and random states)" in told.stdout
     for asked in (kept, kept / "tensors.safetensors"):
         assert (check(asked).status, check(asked).passed_over) == (1, ())
-    assert "Kept incidents" in only(check(kept.parent)).verdict
+    assert "Saved incidents" in only(check(kept.parent)).verdict
     (kept / "incident.json").unlink()
     assert check(tmp_path).status == 1  # a file of this name is no incident by itself
 

@@ -189,7 +189,7 @@ def test_a_known_panel_is_shown_in_one_line_and_others_in_full(
     told = capsys.readouterr().err
     assert told.count(" nanguard  step ") == 2
     assert told.count("because") == 1
-    assert "loss nan: the GradScaler leaves the step out" in told
+    assert "loss nan: the GradScaler skips the step" in told
 
 
 def test_other_words_of_the_library_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:

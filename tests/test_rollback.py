@@ -254,7 +254,7 @@ def main(folder, kill_at):
         for batch in guard.epoch(loader):
             guard.step(loss_fn, batch)
             if guard.current_step == kill_at:
-                guard._steps.ring.close()
+                guard._engine.ring.close()
                 os._exit(9)
     guard.close()
     torch.save(states(guard, ema, schedule), folder + "/end.pt")

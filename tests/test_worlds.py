@@ -304,7 +304,7 @@ def test_a_floor_that_is_no_fp32_number_freezes_nothing() -> None:
         for batch in guard.epoch(make_batches(30)):
             own_step(guard, batch)
     assert guard.counts["skipped"] > 0, "an overflow at the floor is an incident"
-    assert guard._steps.late.latch.item() == 0
+    assert guard._engine.late.latch.item() == 0
     assert int(opt.state[model.out.bias]["step"]) == guard.counts["applied"]
 
 
@@ -433,7 +433,7 @@ def test_an_interrupt_in_a_bad_step_freezes_nothing(in_ema: bool) -> None:
         for batch in batches[2:]:
             guard.step(loss_fn, batch)
         guard.settle()
-        assert guard._steps.late is None or guard._steps.late.latch.item() == 0
+        assert guard._engine.late is None or guard._steps.late.latch.item() == 0
         assert guard.counts["applied"] == 7
         return everything(model, [opt], ema)
 
