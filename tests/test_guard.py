@@ -520,7 +520,13 @@ guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
         assert [line.get("skipped", False) for line in lines if line["event"] == "step"] == [False, True, True, False]
         lines = [line for line in lines if line["event"] != "step"]
         assert lines[0]["schema"] == 2
-        assert lines[0]["policy"]["ladder"][0] == {"rung": "Skip", "times": 3, "per": 100, "when": "any"}
+        assert lines[0]["policy"]["ladder"][0] == {
+            "rung": "Skip",
+            "words": "skip",
+            "times": 3,
+            "per": 100,
+            "when": "any",
+        }
         assert lines[0]["policy"]["max_norm"] == 5.0
         assert lines[1]["scale"] == 65536.0
         assert lines[2]["verdict"]["reading"]["loss"] == "nan"

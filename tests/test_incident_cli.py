@@ -446,7 +446,7 @@ def test_damage_is_reproduced_where_the_kept_weights_have_it(program: Path) -> N
     assert load(path).diagnosis.phase == "parameter"  # type: ignore[union-attr]
     result = run("replay", path, "--entry", f"{program}:drawing")
     assert result.exit_code == 0, result.output
-    assert "the kept weights are damaged" in result.stdout
+    assert "the saved weights are damaged" in result.stdout
     path = fail(program, "drawing", "elsewhere", weight=float("nan"), said={**said, "module": "inp"})
     assert run("replay", path, "--entry", f"{program}:drawing").exit_code == 1
 
@@ -488,7 +488,7 @@ def test_a_step_that_was_not_examined_is_reproduced_by_being_non_finite(program:
     path = fail(program, unexamined=True)
     result = run("replay", path, "--entry", f"{program}:build")
     assert result.exit_code == 0
-    assert "the run had not examined it" in result.stdout
+    assert "the run did not examine it" in result.stdout
 
 
 def test_as_json_the_answer_is_one_object(program: Path) -> None:
@@ -518,8 +518,8 @@ def test_as_json_the_answer_is_one_object(program: Path) -> None:
         ("{file}:raises", "raises() raised RuntimeError: no data here (program_"),
         ("{file}:leaves", "raised SystemExit: 3"),
         ("{file}:wrong_number", "it returned 5 values"),
-        ("{file}:no_model", "a str in the place of the model"),
-        ("{file}:module_as_loss", "a MSELoss in the place of loss_fn"),
+        ("{file}:no_model", "a str as the model"),
+        ("{file}:module_as_loss", "a MSELoss as loss_fn"),
         ("{file}:nothing", "a NoneType without model"),
         ("{file}:smaller", "out.weight is [2, 8] there and [1, 8] in the bundle"),
         ("{file}:bad_step", "the step raised KeyError: 'z' (program_"),
@@ -630,7 +630,7 @@ def test_in_backward_it_shows_the_forward_line_as_it_was(program: Path) -> None:
 def test_without_an_answer_the_debugger_ends(program: Path) -> None:
     path = fail(program)
     result = run("replay", path, "--entry", f"{program}:build", "--pdb", stdin="")
-    assert (result.exit_code, "log has just given" in result.stdout) == (0, True)
+    assert (result.exit_code, "log has just returned" in result.stdout) == (0, True)
     result = run("replay", path, "--entry", f"{program}:fixed", "--pdb", stdin="")
     assert (result.exit_code, "(Pdb)" in result.stdout) == (1, False)
 

@@ -234,7 +234,7 @@ def test_it_is_said_that_child_processes_are_not_guarded(
         (["-m", "nothing"], "there is no module nothing"),
         (["."], "is a folder without a __main__.py"),
         (["--policy", "bold", "train.py"], "there is no recipe 'bold'"),
-        (["--policy", "tts", "--halt-on-first", "train.py"], "say two different things"),
+        (["--policy", "tts", "--halt-on-first", "train.py"], "exclude each other"),
         (["--max-norm", "0", "train.py"], "--max-norm must be a number above 0"),
         ([], "Missing argument 'SCRIPT'"),
     ],

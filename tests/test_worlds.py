@@ -433,7 +433,7 @@ def test_an_interrupt_in_a_bad_step_freezes_nothing(in_ema: bool) -> None:
         for batch in batches[2:]:
             guard.step(loss_fn, batch)
         guard.settle()
-        assert guard._engine.late is None or guard._steps.late.latch.item() == 0
+        assert guard._engine.late is None or guard._engine.late.latch.item() == 0
         assert guard.counts["applied"] == 7
         return everything(model, [opt], ema)
 
