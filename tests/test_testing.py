@@ -579,7 +579,7 @@ def test_state_that_is_not_there_yet_is_an_error_that_says_so() -> None:
     with (
         inject(model, fault, optimizer=optimizer) as injector,
         pytest.raises(
-            RuntimeError, match=r"'exp_avg' of 'fc1.weight' at step 0, rank 0: optimizer.step\(\) makes it.*later step"
+            RuntimeError, match=r"'exp_avg' of 'fc1.weight' at step 0, rank 0: optimizer.step\(\) creates it.*later step"
         ),
     ):
         model(batch)
@@ -694,9 +694,9 @@ def test_a_target_is_a_module_or_has_what_a_guard_has() -> None:
     fault = Fault(into="weight", name="fc1.weight", steps=(0,))
     with pytest.raises(ValueError, match=r"target=3: accepted is a torch.nn.Module, or .*current_step"):
         inject(3, fault)
-    with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, as this target has"):
+    with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, because this target has"):
         inject(StepEngine(model, optimizer), fault, optimizer=optimizer)
-    with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, as this target has"):
+    with pytest.raises(ValueError, match="optimizer or clock: accepted is neither, because this target has"):
         inject(StepEngine(model, optimizer), fault, clock=lambda: 0)
 
 
