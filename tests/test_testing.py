@@ -579,7 +579,8 @@ def test_state_that_is_not_there_yet_is_an_error_that_says_so() -> None:
     with (
         inject(model, fault, optimizer=optimizer) as injector,
         pytest.raises(
-            RuntimeError, match=r"'exp_avg' of 'fc1.weight' at step 0, rank 0: optimizer.step\(\) creates it.*later step"
+            RuntimeError,
+            match=r"'exp_avg' of 'fc1.weight' at step 0, rank 0: optimizer.step\(\) creates it.*later step",
         ),
     ):
         model(batch)
@@ -865,8 +866,11 @@ def test_records_and_options_are_frozen_and_keyword_only() -> None:
 def test_only_torch_and_the_standard_library_are_imported() -> None:
     tree = ast.parse(inspect.getsource(nanguard.testing))
     roots = {a.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    roots |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert roots - {"torch"} <= sys.stdlib_module_names
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    roots |= {str(node.module).split(".")[0] for node in froms}
+    assert roots - {"torch", "nanguard"} <= sys.stdlib_module_names
+    ours = [alias.name for node in froms if str(node.module).startswith("nanguard") for alias in node.names]
+    assert ours == ["_compat"]  # which needs torch alone, too
 
 
 def test_the_example_runs() -> None:

@@ -181,7 +181,9 @@ class TestFollowing:
 
     def test_what_is_no_log_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "run.jsonl").write_text("hello\n")
-        with pytest.raises(RunLogError, match="is not a run log that nanguard wrote: line 1: it is torn, or no JSON"):
+        with pytest.raises(
+            RunLogError, match="is not a run log that nanguard wrote: line 1: it is incomplete or not JSON"
+        ):
             Follower(tmp_path).poll()
 
 
@@ -215,9 +217,9 @@ class TestOnce:
         assert told[place - 2] == " the last 398 steps in a row were refused: nothing was learned since step 2"
         assert [line[:43].rstrip() for line in told[place + 1 :]] == [
             "  step 399  skipped 395 times since step 2",
-            "  step   8  precision raised  overflow of f",
-            "  step   6  learning rate lowered  overflow",
-            "  step   4  precision raised  overflow of f",
+            "  step   8  precision raised  layers.1, lay",
+            "  step   6  learning rate lowered  layers.1",
+            "  step   4  precision raised  layers.1, lay",
         ]
         run = read_run(tmp_path)
         assert status_line(run, 2000.0).endswith("; " + told[place - 2].strip())
