@@ -816,9 +816,9 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_an_unknown_version_is_not_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def newer(path: Path) -> None:
         raw = (path / FACTS).read_bytes()
-        (path / FACTS).write_bytes(raw.replace(b'{"format": 1,', b'{"format": 2,', 1))
+        (path / FACTS).write_bytes(raw.replace(b'{"format": 2,', b'{"format": 3,', 1))
 
-    assert "it has format 2, and this nanguard reads format 1" in damaged(folder, newer, caplog)
+    assert "it has format 3, and this nanguard reads format 2" in damaged(folder, newer, caplog)
 
 
 @pytest.mark.parametrize(
@@ -851,7 +851,7 @@ def test_facts_nested_without_end_are_refused(folder: Path, caplog: pytest.LogCa
     def nest(path: Path) -> None:
         rest = b'"step": 30, "facts": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
         digest = files.hashlib.sha256(rest).hexdigest().encode()
-        (path / FACTS).write_bytes(b'{"format": 1, "sha256": "' + digest + b'", ' + rest)
+        (path / FACTS).write_bytes(b'{"format": 2, "sha256": "' + digest + b'", ' + rest)
 
     damaged(folder, nest, caplog)
 

@@ -19,7 +19,7 @@ from nanguard.step.pending import PendingStep
 
 
 class Casebook:
-    """``bundles`` is there where bad steps are kept on disk, ``keeper`` where snapshots are taken."""
+    """``bundles`` is None if bad steps are not saved to disk, ``ring`` if no snapshots are taken."""
 
     def __init__(
         self, parts: StepParts, examinations: DiagnosisScheduler, ring: SnapshotRing | None, bundles: Bundles | None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanguard.state.snapshots.codec import DTYPES, decode, encode, unfit_tensor
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
 _CHUNK = 4 << 20
