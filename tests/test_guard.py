@@ -545,6 +545,12 @@ guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
         assert caplog.text.count("the run goes on without its log") == 1
         assert guard.counts["applied"] == 2
 
+    def test_the_run_log_has_the_norm_that_is_clipped_to(self, tmp_path: Path) -> None:
+        _, _, guard = make_guard(max_norm=1.0, run_dir=tmp_path)
+        guard.step(loss_fn, make_batches(1)[0])
+        guard.close()
+        assert nanguard.read_run(tmp_path).header["policy"]["max_norm"] == 1.0
+
     def test_a_fault_in_the_telling_stops_no_run(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

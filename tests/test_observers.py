@@ -197,6 +197,21 @@ def test_an_interrupt_in_an_observer_is_not_swallowed() -> None:
         train([Stops()], sync="eager")
 
 
+def test_a_class_a_single_observer_and_a_misspelled_method_are_refused() -> None:
+    class Misspelled(nanguard.Observer):
+        def on_heared(self, outcome: Any) -> None: ...
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for observers, message in (
+        ([Misspelled], r"got the class Misspelled: write Misspelled\(\)"),
+        (Misspelled(), r"observers must be a list of observers, got .*: write observers=\[...\]"),
+        ([Misspelled()], "at least one of the methods on_open"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nanguard.Guard(model, optimizer, observers=observers)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("thing", [print, object(), "progress"], ids=["a function", "an object", "text"])
 def test_an_object_without_any_of_the_methods_is_refused(thing: Any) -> None:
     model, opt = build(torch.optim.AdamW)

@@ -265,3 +265,21 @@ def test_the_ladder_still_ends_in_a_halt() -> None:
     with pytest.raises(NonFiniteError, match="zero the <momentum>: used 0 of 0 this run"):
         guard.step(loss_fn, poisoned(make_batches(1), 0)[0])
         guard.settle()
+
+
+@pytest.mark.parametrize("words", [None, ""])
+def test_a_rung_without_a_name_in_words_is_refused(words: Any) -> None:
+    class Nameless:
+        times, per = None, "run"
+
+        def refuses(self, verdict: Any) -> str:
+            return ""
+
+        def act(self, context: Any) -> str | None:
+            return None
+
+        def describe(self) -> Any:
+            return words
+
+    with pytest.raises(ValueError, match=r"Nameless.describe\(\) must be a name in words"):
+        Policy([Nameless(), Halt()])

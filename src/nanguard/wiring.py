@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def make_journal(
-    run_dir: str | Path | RunFolder | None, *, is_first: bool, optimizer: str = "", observers: Iterable[Observer] = ()
+    run_dir: str | Path | RunFolder | None, *, is_first: bool, optimizer: str = "", observers: Sequence[Observer] = ()
 ) -> Journal:
     """A journal with the run log and the panels on the first rank, and the user's observers on all ranks."""
+    if not isinstance(observers, (list, tuple)):
+        raise ValueError(f"observers must be a list of observers, got {observers!r}: write observers=[...]")
     runlog = RunLogObserver(run_dir, optimizer=optimizer) if is_first and run_dir is not None else None
     ours: list[Observer] = [] if runlog is None else [runlog]
     if is_first:
@@ -122,7 +124,7 @@ def introduce(
         ranks=parts.ranks.size,
         optimizers=[type(optimizer).__name__ for optimizer in parts.state.optimizers],
         groups=_names_of_norms(parts),
-        policy=describe(parts.policy),
+        policy={**describe(parts.policy), "max_norm": parts.clipper.max_norm},  # as it is in force
         parameters=sum(p.numel() for p in parts.state.model.parameters()),
         **(program or {}),
     )

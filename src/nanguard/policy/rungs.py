@@ -274,6 +274,8 @@ def check_rung(rung: object) -> None:
     if missing:
         raise ValueError(f"a ladder holds rungs, got {rung!r}, which has no {', '.join(missing)}: {needed}")
     given = cast(Rung, rung)
+    words = given.describe()
+    check(f"{type(rung).__name__}.describe()", words, isinstance(words, str) and bool(words), "a name in words")
     _check_budget(given.times, given.per)
     known = get_args(Response)
     check("response", response_of(given), response_of(given) in known, f"one of {', '.join(known)}")

@@ -48,6 +48,11 @@ class Clipper:
         self._each_factor: Sequence[Tensor] = ()
 
     @property
+    def max_norm(self) -> float | None:
+        """The largest norm that a gradient may have; None if norms are not limited."""
+        return self._max_norm
+
+    @property
     def together(self) -> bool:
         """Whether all parameters share one norm."""
         return self._how == "global"

@@ -50,7 +50,11 @@ class Observers:
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
         for observer in self._observers:
-            if not any(callable(getattr(observer, name, None)) for name in _METHODS):
+            if isinstance(observer, type):
+                raise ValueError(
+                    f"an observer is an object, got the class {observer.__name__}: write {observer.__name__}()"
+                )
+            if all(_overridden(observer, name) is None for name in _METHODS):
                 raise ValueError(
                     f"an observer needs at least one of the methods {', '.join(_METHODS)}, got {observer!r}"
                 )
