@@ -1,6 +1,7 @@
 """Climbs the ladder: gathers what speaks for whose fault it is, asks the policy, does what the rung says.
 
-Called with the world as the failing step found it. All ranks come here together and decide by the same records.
+Called with the training state as the failing step found it. All ranks come here together and decide by the same
+records.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Recovery:
             self.ring.fence()
 
     def back_off(self, step: int) -> None:
-        """A routine overflow: what was copied of the world behind it is not as it will be."""
+        """After a routine overflow: a snapshot taken after that step is dropped, since the schedule changes."""
         if self.ring is not None:
             self.ring.trouble(step, routine=True)
 

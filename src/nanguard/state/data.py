@@ -135,7 +135,7 @@ class Data:
         return self._back is not None
 
     def abandon(self) -> None:
-        """The pass was left before its end, and nobody will ask for the rest of it."""
+        """The pass was left before its end. The rest of it will not be read."""
         self.passes.clear()
         self.current = self.last = self._back = None
 

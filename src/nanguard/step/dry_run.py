@@ -20,7 +20,7 @@ from nanguard.step.pending import PendingStep
 class DryRun:
     """Afterwards weights, gradients, buffers, random states and modes are as they were. Waits for the device.
 
-    All ranks rehearse together, and their answers are the same.
+    All ranks do it together and get the same answer.
     """
 
     def __init__(self, parts: StepParts) -> None:

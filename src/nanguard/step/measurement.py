@@ -114,7 +114,7 @@ class Measurement:
         self._ranks = ranks
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self.layout = EMPTY_LAYOUT
-        self._sheet = _Views(EMPTY_LAYOUT.sizes, device)
+        self._views = _Views(EMPTY_LAYOUT.sizes, device)
 
     @torch.no_grad()
     def fill_(
@@ -132,49 +132,49 @@ class Measurement:
         members = [len(group.params) for group in groups]
         self.layout = MeasurementLayout(self._ranks.votes, len(flags), members, names, params)
         sizes = self.layout.sizes
-        if sizes != self._sheet.sizes:
-            self._sheet = _Views(sizes, self._device)
-        sheet = self._sheet
-        sheet.loss.copy_(loss)
+        if sizes != self._views.sizes:
+            self._views = _Views(sizes, self._device)
+        views = self._views
+        views.loss.copy_(loss)
         if scale is not None:
-            sheet.scale.copy_(scale)
+            views.scale.copy_(scale)
         if flags:
-            sheet.flags.copy_(torch.stack(list(flags)))
+            views.flags.copy_(torch.stack(list(flags)))
         if peaks:
-            sheet.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
-            sharding.global_max_(sheet.buffers)
+            views.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
+            sharding.global_max_(views.buffers)
         alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
         norms = tensor_norms([g for group in groups for g in group.grads], alike=alike)
         if norms:
             here = norms if alike else [norm.to(self._device) for norm in norms]
-            torch.stack(list(here), out=sheet.gradients)
-            sharding.global_sum_(sheet.gradients, power=2)
-        combine_(sheet.norms, sheet.each_norm, sheet.groups, alike=alike)
+            torch.stack(list(here), out=views.gradients)
+            sharding.global_sum_(views.gradients, power=2)
+        combine_(views.norms, views.each_norm, views.groups, alike=alike)
 
     @property
     def filled(self) -> Tensor:
-        return self._sheet.filled
+        return self._views.filled
 
     @property
     def norms(self) -> Tensor:
         """The norm of the gradients of each group."""
-        return self._sheet.norms
+        return self._views.norms
 
     def raise_flag_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 if loss, buffers or gradients are non-finite."""
-        raise_flag_(flag, self._sheet.measured, self._one)
+        raise_flag_(flag, self._views.measured, self._one)
 
     def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 if loss or buffers are non-finite."""
-        raise_flag_(flag, self._sheet.but_gradients, self._one)
+        raise_flag_(flag, self._views.but_gradients, self._one)
 
     def agree_(self) -> Tensor | None:
         """1 if any rank saw something non-finite, else 0; None if there is only one rank."""
         if not self._ranks.votes:
             return None
-        sheet = self._sheet
-        votes = self._ranks.vote(sheet.loss.reshape(1), sheet.buffers, sheet.gradients)
-        sheet.votes.copy_(votes)
+        views = self._views
+        votes = self._ranks.vote(views.loss.reshape(1), views.buffers, views.gradients)
+        views.votes.copy_(votes)
         return self._ranks.decision(votes)
 
 

@@ -194,7 +194,7 @@ class DiskStore:
         return self._lock.held
 
     def _tidy(self) -> None:
-        """Removes what others left unfinished, once nobody else has the folder open."""
+        """Removes unfinished files of other processes, if no other process has the folder open."""
         if self._lock.held:
             return
         alone = self._lock.take()

@@ -52,7 +52,7 @@ _SAFETENSORS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A snapshot as it was written; tensors are on the CPU and nobody else's. Those that were one are one again."""
+    """A snapshot as it was written. Its tensors are new ones on the CPU; those that shared memory share it again."""
 
     step: int
     tensors: dict[str, Tensor]

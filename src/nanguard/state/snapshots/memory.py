@@ -47,7 +47,7 @@ def expected_state_bytes(
 
 
 def free_bytes(where: Where, device: torch.device, folder: str | os.PathLike[str] | None = None) -> int | None:
-    """Bytes that can still be taken; None where nobody says. Does not sync.
+    """Bytes that are still free; None if that is not known. Does not sync.
 
     On a GPU that is what the driver has and what torch holds without using it, on the host what can be had without
     swapping, within the limits of the container.

@@ -133,7 +133,7 @@ class SnapshotRing:
     def take_first(self) -> None:
         """Before the first step: this state was looked at when the guard was made, and is good.
 
-        Not where the place is to be chosen by how much memory training leaves free, which nobody knows yet.
+        Not if the place depends on how much memory training leaves free, which is not known yet.
         """
         on_cpu = self._state.device.type == "cpu"
         if not self._good and self._candidate is None and (on_cpu or self._copier is not None):

@@ -16,7 +16,7 @@ log = logging.getLogger("nanguard")
 
 
 class DiskWriter:
-    """Writes snapshots in a thread of its own, in order; what fails there is said, and never stops the run."""
+    """Writes snapshots in a thread of its own, in order. Errors are logged and never stop the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class DiskWriter:
             self.drain()
 
     def _set_aside(self) -> None:
-        """Snapshots of an earlier run that nobody has resumed: their steps are not this run's, and they stay."""
+        """Moves snapshots of an earlier run that was not resumed to another folder: their steps are not this run's."""
         self._is_ours = True
         old = sorted(self.folder.glob("step-*"))
         if old:
