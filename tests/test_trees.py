@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanguard.state.trees import leaves, mapped, named_tensors, tensors, with_dots
+from nanguard.state import optimizer_state
+from nanguard.state.trees import leaves, mapped, named_tensors, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -63,7 +64,7 @@ def test_a_mapped_tree_keeps_its_kind_and_leaves_the_first_alone(name: str) -> N
 
 def test_dotted_names_count_the_places_of_tuples() -> None:
     state = {"exp_avg": A, "history": [B, Pair(A, C)]}
-    names = [name for name, _ in named_tensors(state, "fc.weight", with_dots)]
+    names = [name for name, _ in optimizer_state.leaves(state, "fc.weight")]
     assert names == [
         "fc.weight.exp_avg",
         "fc.weight.history.0",

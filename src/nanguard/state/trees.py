@@ -65,21 +65,14 @@ def in_python(tree: Any, key: Any) -> str:
     return f"[{key!r}]" if isinstance(tree, (Mapping, list, tuple)) else f".{key}"
 
 
-def with_dots(tree: Any, key: Any) -> str:
-    """``.exp_avg``, ``.0``: as in names of optimizer state."""
-    return f".{key}"
-
-
-def named_tensors(
-    tree: Any, name: str = "batch", spell: Callable[[Any, Any], str] = in_python
-) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Each tensor with its path, such as ``batch["image"]`` or ``batch[1].mask``."""
     if isinstance(tree, Tensor):
         yield name, tree
         return
     for key, child in children(tree) or ():
         if type(child) not in PLAIN:
-            yield from named_tensors(child, name + spell(tree, key), spell)
+            yield from named_tensors(child, name + in_python(tree, key))
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
