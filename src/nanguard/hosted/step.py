@@ -285,7 +285,7 @@ class HostedStep:
             raise
         if reading.found:
             with self.recovery.letting_interrupts_out():
-                parts.journal.record(self.recovery.answer(pending, reading))
+                parts.journal.record(self.recovery.answer(pending, parts.judge(reading)))
         else:
             self.was_applied = True
             parts.last_forward.mend_()

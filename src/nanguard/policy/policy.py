@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from nanguard.policy.divergence import Divergence, Trend
+from nanguard.policy.divergence import Divergence
 from nanguard.policy.rungs import (
     DropBadGradients,
     Halt,
@@ -22,7 +22,7 @@ from nanguard.policy.rungs import (
     response_of,
     steps_back,
 )
-from nanguard.records.steps import Action, Cause, Kind, Means, Outcome, Progress, Reading, Verdict, span_in_words
+from nanguard.records.steps import Action, Means, Outcome, Reading, Verdict, span_in_words
 
 
 def _default_ladder() -> tuple[Rung, ...]:
@@ -175,33 +175,17 @@ _DIVERGED = Verdict(
 """Shown to rungs before training, to learn whether any of them answers a divergence."""
 
 
-def judge(
-    reading: Reading,
-    *,
-    scale_floor: float | None = None,
-    trend: Trend | None = None,
-    rule: Divergence | None = None,
-    damaged: bool = False,
-    cause: Cause = "unknown",
-    means: Means | None = None,
-    progress: Progress | None = None,
-) -> Verdict:
-    """What a reading means. ``trend`` is that of the losses before and with this one, ``damaged`` agreed by all ranks.
+def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
+    """What a reading means by itself. Each step is judged once; recovery adds what it finds out with ``replace``.
 
     With a loss scale (``scale_floor`` given), non-finite gradients behind a finite loss are a routine overflow as
     long as the scale can still go down.
     """
-    means = means or Means()
-    diverges = trend is not None and rule is not None and trend.has_diverged(rule)
     can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
-    kind: Kind = "nonfinite"
-    if damaged:
-        kind, cause = "damage", "weights"
-    elif not reading.found:
-        kind = "divergence" if diverges else "healthy"
-    elif can_back_off and reading.found == ("gradients",):
-        kind = "overflow"
-    return Verdict(kind=kind, reading=reading, cause=cause, means=means, progress=progress or Progress())
+    if not reading.found:
+        return Verdict(kind="healthy", reading=reading)
+    is_routine = can_back_off and reading.found == ("gradients",)
+    return Verdict(kind="overflow" if is_routine else "nonfinite", reading=reading)
 
 
 def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) -> int:

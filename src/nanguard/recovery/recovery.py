@@ -19,7 +19,6 @@ from torch import Tensor
 from nanguard.diagnosis.scheduler import DiagnosisScheduler, How
 from nanguard.incidents.bundle import Bundles
 from nanguard.policy.divergence import Divergence, Trend
-from nanguard.policy.policy import judge
 from nanguard.policy.rungs import Halt, Rollback
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Cause, Means, Outcome, Reading, Verdict
@@ -61,9 +60,9 @@ class Recovery:
 
     # ---- what the two ways of guarding call ----------------------------------------------------------------------
 
-    def watch(self, pending: PendingStep, reading: Reading) -> Outcome | None:
+    def watch(self, pending: PendingStep, verdict: Verdict) -> Outcome | None:
         """A healthy step: lets snapshots and the trend of the loss know. An outcome if the loss has diverged."""
-        journal, rule = self._parts.journal, self._rule
+        journal, rule, reading = self._parts.journal, self._rule, verdict.reading
         journal.recent.append(reading)
         if rule is not None:
             journal.trend = journal.trend.after(reading.mean_loss, rule)
@@ -79,8 +78,9 @@ class Recovery:
         if self.ring is not None:
             self.ring.agree()
         cause = self._cause_of_divergence(pending, rule)
-        verdict = judge(reading, trend=journal.trend, rule=rule, cause=cause, means=self._means(pending))
-        answer = self._climb(pending, verdict)
+        answer = self._climb(
+            pending, replace(verdict, kind="divergence", cause=cause, means=self._means(pending))
+        )
         if not answer.went_back:
             acted = answer.action.rung is not None
             journal.trend = replace(journal.trend, undecided=(), beyond=0) if acted else Trend()
@@ -89,16 +89,17 @@ class Recovery:
             return None
         return replace(answer, applied=True)
 
-    def answer(self, pending: PendingStep, reading: Reading) -> Outcome:
+    def answer(self, pending: PendingStep, verdict: Verdict) -> Outcome:
         """A step that was not finite, and did not change anything."""
         if self.ring is not None:
             self.ring.agree()
-            self.ring.trouble(reading.step)
+            self.ring.trouble(verdict.reading.step)
         damaged = self.damaged()
-        reading = replace(reading, damaged=damaged)
         is_damaged = self._parts.ranks.any(bool(damaged))
-        progress = self._parts.journal.progress
-        verdict = judge(reading, damaged=is_damaged, means=self._means(pending), progress=progress)
+        reading = replace(verdict.reading, damaged=damaged)
+        verdict = replace(verdict, reading=reading, means=self._means(pending), progress=self._parts.journal.progress)
+        if is_damaged:
+            verdict = replace(verdict, kind="damage", cause="weights")
         is_last = self._will_halt(verdict)
         diagnosis = self.casebook.examine(pending, reading, is_last=is_last)
         if is_damaged:
@@ -119,7 +120,8 @@ class Recovery:
             return None
         reading = Reading(step=pending.step, epoch=pending.epoch, batch=pending.batch, loss=math.nan, damaged=damaged)
         self._parts.be_careful()
-        return self._climb(pending, judge(reading, damaged=True, means=self._means(pending)))
+        verdict = Verdict(kind="damage", reading=reading, cause="weights", means=self._means(pending))
+        return self._climb(pending, verdict)
 
     @property
     def tracer(self) -> StepTracer:

@@ -25,7 +25,7 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
         by_device.setdefault(norm.device, []).append(place)
     bad = set()
     for device, places in by_device.items():
-        values = AsyncReadback(device).post(torch.stack([norms[place] for place in places])).values()
+        values = AsyncReadback(device).post(torch.stack([norms[place] for place in places])).read()
         bad |= {place for place, value in zip(places, values, strict=True) if not math.isfinite(value)}
     return tuple(names[place] for place in sorted(bad))
 

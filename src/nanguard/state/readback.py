@@ -21,16 +21,11 @@ class PendingCopy:
         """Whether the copy has arrived. Does not wait."""
         return self.arrived is None or bool(self.arrived.query())
 
-    def values(self) -> list[float]:
-        """The values. Waits for this copy, not for later work of the device."""
+    def read(self) -> list[float]:
+        """The values. Waits for this copy, not for later work of the device. Call it once: the memory is reused."""
         if self.arrived is not None:
             self.arrived.synchronize()
         values: list[float] = self.copy.tolist()
-        return values
-
-    def read(self) -> list[float]:
-        """The values, for the last time: the memory is reused."""
-        values = self.values()
         self.pool.append(self)
         return values
 

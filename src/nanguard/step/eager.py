@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanguard.records.steps import Action, Means, Outcome, Reading, Verdict
+from nanguard.records.steps import Action, Means, Outcome, Verdict
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
@@ -24,7 +24,7 @@ class Eager:
         self._parts, self._recovery = parts, recovery
         self._good = torch.zeros((), dtype=torch.float32, device=parts.state.device)
         self._bad = torch.ones_like(self._good)
-        self._unwatched: deque[tuple[PendingStep, Reading]] = deque()
+        self._unwatched: deque[tuple[PendingStep, Verdict]] = deque()
 
     def before(self) -> None:
         """Processes readings as late as ``Late`` does, so that both modes do the same."""
@@ -89,7 +89,7 @@ class Eager:
         if parts.precision.scaler is not None:
             parts.precision.scaler.update_(self._good)
         parts.skippable.end_step()
-        self._unwatched.append((pending, verdict.reading))
+        self._unwatched.append((pending, verdict))
         parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
 
     def _refuse(self, pending: PendingStep, verdict: Verdict) -> None:
@@ -107,7 +107,7 @@ class Eager:
             return
         if not self._catch_up():
             with self._recovery.letting_interrupts_out():
-                parts.journal.record(self._recovery.answer(pending, verdict.reading))
+                parts.journal.record(self._recovery.answer(pending, verdict))
 
     def _catch_up(self) -> bool:
         """Processes all pending readings. True if one triggered a rollback."""

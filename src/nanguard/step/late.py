@@ -63,9 +63,7 @@ class Late:
 
     def is_verified(self) -> bool:
         """Whether all steps so far are known to be finite. Does not wait."""
-        return all(
-            pending.readback is not None and pending.readback.has_arrived() for pending in self._in_flight
-        ) and not any(map(self._holds_latch, self._in_flight))
+        return all(map(_can_be_judged, self._in_flight)) and not any(map(self._holds_latch, self._in_flight))
 
     def drop_in_flight(self) -> None:
         """The run is at another state now: the steps in flight count no more."""
@@ -90,15 +88,18 @@ class Late:
         self.post(pending, self._parts.measurement.filled)
 
     def _holds_latch(self, pending: PendingStep) -> bool:
-        assert pending.readback is not None
-        verdict = self._judge(pending, pending.readback.values())
-        return verdict.kind == "nonfinite" or (verdict.kind == "overflow" and pending.latches)
+        kind = self._judge(pending).kind
+        return kind == "nonfinite" or (kind == "overflow" and pending.latches)
 
-    def _judge(self, pending: PendingStep, values: list[float]) -> Verdict:
-        reading = self._parts.read(pending, MeasuredValues(pending.layout, values))
-        if pending.is_spoiled:
-            reading = replace(reading, found=(*reading.found, "update"))
-        return self._parts.judge(reading)
+    def _judge(self, pending: PendingStep) -> Verdict:
+        """Judges a step once. Waits for its reading if that has not arrived."""
+        if pending.verdict is None:
+            assert pending.readback is not None
+            reading = self._parts.read(pending, MeasuredValues(pending.layout, pending.readback.read()))
+            if pending.is_spoiled:
+                reading = replace(reading, found=(*reading.found, "update"))
+            pending.verdict = self._parts.judge(reading)
+        return pending.verdict
 
     def protect(self, pending: PendingStep) -> None:
         """The part of a step on the device: measure, agree, latch, clip, step, put back what must not change."""
@@ -159,11 +160,10 @@ class Late:
     def _hear(self) -> None:
         """Processes the oldest reading in flight; waits for it if it has not arrived."""
         parts, pending = self._parts, self._in_flight.popleft()
-        assert pending.readback is not None
-        verdict = self._judge(pending, pending.readback.read())
+        verdict = self._judge(pending)
         if verdict.kind == "healthy":
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
-            answer = self._recovery.watch(pending, verdict.reading)
+            answer = self._recovery.watch(pending, verdict)
             if answer is not None:
                 if answer.went_back:
                     self.drop_in_flight()
@@ -181,7 +181,7 @@ class Late:
             self._go_on(overflow, wake)
             return
         with self._recovery.letting_interrupts_out():
-            answer = self._recovery.answer(pending, verdict.reading)
+            answer = self._recovery.answer(pending, verdict)
             if answer.went_back:
                 parts.journal.record(answer)
             else:
@@ -252,6 +252,11 @@ class Late:
         again.show_mean()
         parts.pending = None
         self.finish(again)
+
+
+def _can_be_judged(pending: PendingStep) -> bool:
+    """Whether its reading is on the host."""
+    return pending.verdict is not None or (pending.readback is not None and pending.readback.has_arrived())
 
 
 def _set_training(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -225,8 +225,7 @@ class StepParts:
 
     def judge(self, reading: Reading) -> Verdict:
         """What the reading says by itself."""
-        floor = None if self.precision.scaler is None else self.precision.scaler.floor
-        return judge(reading, scale_floor=floor, progress=self.journal.progress)
+        return judge(reading, scale_floor=None if self.precision.scaler is None else self.precision.scaler.floor)
 
     def update_average(self) -> None:
         if self.state.ema is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.records.steps import Verdict
 from nanguard.state.readback import PendingCopy
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
@@ -56,7 +57,8 @@ class PendingStep:
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
     position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
     loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
-    ``live`` is how the step ran, where it was traced. ``measured`` is set if it was measured before it was finished.
+    ``live`` is how the step ran, where it was traced. ``measured`` is set if it was measured before it was finished, ``verdict``
+    once its reading has been judged.
     """
 
     step: int
@@ -81,6 +83,7 @@ class PendingStep:
     layout: MeasurementLayout = EMPTY_LAYOUT
     measured: MeasuredValues | None = None
     readback: PendingCopy | None = None
+    verdict: Verdict | None = None
     latches: bool = True
     is_spoiled: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -94,7 +97,7 @@ class PendingStep:
 
     def afresh(self) -> PendingStep:
         """The same step, not yet run."""
-        return replace(self, losses=[], flags=[], readback=None, is_spoiled=False)
+        return replace(self, losses=[], flags=[], readback=None, verdict=None, is_spoiled=False)
 
     def show_mean(self) -> None:
         if self.shown is not None:

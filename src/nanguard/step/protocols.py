@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nanguard.records.steps import Outcome, Reading
+from nanguard.records.steps import Outcome, Verdict
 from nanguard.step.pending import PendingStep
 
 
@@ -56,10 +56,10 @@ class Responder(Protocol):
     @property
     def tracer(self) -> StepTracer: ...
 
-    def watch(self, pending: PendingStep, reading: Reading) -> Outcome | None:
+    def watch(self, pending: PendingStep, verdict: Verdict) -> Outcome | None:
         """A healthy step. An outcome if the loss has diverged."""
 
-    def answer(self, pending: PendingStep, reading: Reading) -> Outcome:
+    def answer(self, pending: PendingStep, verdict: Verdict) -> Outcome:
         """A step that was not finite, and did not change anything."""
 
     def look(self, pending: PendingStep) -> Outcome | None:
