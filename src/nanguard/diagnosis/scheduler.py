@@ -115,6 +115,17 @@ class DiagnosisScheduler:
             self._remember(diagnosis)
         return diagnosis
 
+    def modules_that_help(self, pending: PendingStep, reading: Reading) -> tuple[str, ...]:
+        """The fewest modules that make the step finite in fp32, for a rung that no diagnosis has told. Empty if none.
+
+        The same on all ranks. Waits for the device.
+        """
+        found = None
+        if self._is_concerned(reading):
+            found = self._examiner.examine(pending, reading, Past(), lambda diagnosis: True)
+        found = self._shared(found)
+        return () if found is None else found.modules_to_keep
+
     def _with_known_modules(self, diagnosis: Diagnosis) -> Diagnosis:
         """Add the modules that helped when a step of this kind was examined fully, if this one was not."""
         known = self._modules.get(_kind(diagnosis), ())

@@ -270,8 +270,7 @@ class HostedStep:
         """Takes the step back if it has made something non-finite."""
         parts, pending = self.parts, self.parts.pending
         assert pending is not None
-        parts.pending = None
-        parts.num_steps += 1
+        parts.end(counts=True)
         self.was_applied = False
         try:
             self._fill(pending, this)

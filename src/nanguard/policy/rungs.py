@@ -139,11 +139,11 @@ class LowerLR:
 class RaisePrecision:
     """The step is skipped, and one module, or the whole model, runs in fp32 from now on.
 
-    ``"module"`` takes the one whose output, or gradient, went non-finite first. ``"model"`` leaves autocast and casts
-    half-precision weights and optimizer state to fp32 in place. With ``verify`` the failing step is run again first,
-    without a trace, and where it is no better the precision stays as it was and the next rung is taken. ``lr``
-    multiplies the learning rate as well. After ``retry_after`` steps without trouble the lower precision is tried again
-    (weights that were cast stay in fp32).
+    ``"module"`` takes the fewest modules that make the failing step finite, as the diagnosis finds them by trying; if
+    there are none, the next rung is taken. ``"model"`` leaves autocast and casts half-precision weights and optimizer
+    state to fp32 in place. With ``verify`` this is tried on the failing step first, and if it does not help, the
+    precision stays as it was and the next rung is taken. ``lr`` multiplies the learning rate as well. After
+    ``retry_after`` steps without trouble the lower precision is tried again (weights that were cast stay in fp32).
     """
 
     scope: Literal["module", "model"] = "module"

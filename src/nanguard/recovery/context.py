@@ -10,10 +10,10 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from nanguard.diagnosis.scheduler import DiagnosisScheduler
 from nanguard.policy.rungs import Rollback
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Verdict
-from nanguard.recovery.guilty_module import modules_that_help
 from nanguard.recovery.mitigations import ActiveMitigations
 from nanguard.recovery.rollbacks import Between, Rollbacks
 from nanguard.step.dry_run import DryRun
@@ -31,6 +31,7 @@ class StepContext:
     _dry_run: DryRun
     _mitigations: ActiveMitigations
     _rollbacks: Rollbacks
+    _examinations: DiagnosisScheduler
     _pending: PendingStep
     verdict: Verdict
     diagnosis: Diagnosis | None
@@ -94,7 +95,9 @@ class StepContext:
             if verify and pending.rerunnable and not self._helps_in_fp32():
                 return None
             return self._mitigations.leave_autocast(step, retry_after)
-        names = known or modules_that_help(self._parts, self._dry_run, pending, verify=verify)
+        names = known
+        if not names and pending.rerunnable and (self.diagnosis is None or self.diagnosis.depth != "full"):
+            names = self._examinations.modules_that_help(pending, self.verdict.reading)
         return self._mitigations.keep_modules(names, step, retry_after) if names else None
 
     def _helps_in_fp32(self) -> bool:

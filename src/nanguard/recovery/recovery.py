@@ -78,9 +78,7 @@ class Recovery:
         if self.ring is not None:
             self.ring.agree()
         cause = self._cause_of_divergence(pending, rule)
-        answer = self._climb(
-            pending, replace(verdict, kind="divergence", cause=cause, means=self._means(pending))
-        )
+        answer = self._climb(pending, replace(verdict, kind="divergence", cause=cause, means=self._means(pending)))
         if not answer.went_back:
             acted = answer.action.rung is not None
             journal.trend = replace(journal.trend, undecided=(), beyond=0) if acted else Trend()
@@ -283,7 +281,7 @@ class Recovery:
         """
         if action.rung is None:
             return Outcome(verdict=verdict, action=action, applied=False)
-        parts, tools = self._parts, (self._dry_run, self.mitigations, self._rollbacks)
+        parts, tools = self._parts, (self._dry_run, self.mitigations, self._rollbacks, self.examinations)
         context = StepContext(parts, *tools, pending, verdict, diagnosis, action.count)
         self.fence()  # the rung may write to what a snapshot is still read from
         did = (*parts.policy.ladder, Halt())[action.rung].act(context)

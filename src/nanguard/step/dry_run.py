@@ -82,22 +82,17 @@ class DryRun:
         All ranks set it together, unless ``alone``: then calls go past DDP, which waits for other ranks at times.
         """
         parts = self._parts
-        open_step = parts.pending
         parts.skippable.zero_grad()  # frees their memory, which the run needs
-        with parts.state.untouched(parts.buffers):
-            parts.pending = pending.afresh()
-            try:
-                for module, mode in pending.training:
-                    module.training = mode
-                with (
-                    torch.inference_mode(False),
-                    torch.enable_grad(),
-                    apart(parts.state.model, alone=alone),
-                    _warning_nobody(),
-                ):
-                    yield
-            finally:
-                parts.pending = open_step
+        with parts.again(pending), parts.state.untouched(parts.buffers):
+            for module, mode in pending.training:
+                module.training = mode
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                apart(parts.state.model, alone=alone),
+                _warning_nobody(),
+            ):
+                yield
 
     def _places(self, pending: PendingStep) -> range:
         return range(len(pending.microbatches))

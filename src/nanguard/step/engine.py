@@ -115,7 +115,7 @@ class StepEngine:
         self.parts.islands.put_back()
         self.mode.note(pending)
         self.parts.ranks.forget_()
-        self.parts.pending = pending
+        self.parts.begin(pending)
         if not rerunnable:
             self.recovery.tracer.begin(pending.last_seen)
         self.parts.journal.observers.on_open(pending.step)
@@ -153,7 +153,7 @@ class StepEngine:
         self.mode.measure(pending)
 
     def finish(self, pending: PendingStep) -> None:
-        self.parts.pending = None
+        self.parts.end()
         pending.last_batch = self._position
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)
@@ -181,8 +181,7 @@ class StepEngine:
         layout, values = self._captured
         pending = self.open(rerunnable=False, divisor=1)
         pending.layout = layout
-        self.parts.pending = None
-        self.parts.num_steps += 1
+        self.parts.end(counts=True)
         self.recovery.fence()
         graph.replay()
         self.late.post(pending, values)
@@ -240,7 +239,7 @@ class StepEngine:
         pending.losses.clear()
         pending.flags.clear()
         pending.in_microbatch = False
-        parts.pending = pending
+        parts.begin(pending)
         self.mode.note(pending)
         parts.ranks.forget_()
         for micro in (*pending.microbatches, last):

@@ -53,7 +53,7 @@ class Late:
                 "before its update: steps in flight may have to run again first. Call it between steps"
             )
         if self._in_flight:
-            self._parts.pending = None  # a step that has only begun begins again
+            self._parts.end()  # a step that has only begun begins again
         while self._in_flight:
             self._hear()
 
@@ -239,18 +239,17 @@ class Late:
         if not parts.state.schedule.is_ours and pending.schedule is not None:
             parts.state.schedule.restore(pending.schedule)
         _set_training(pending.training)
-        again = parts.pending = pending.afresh()
-        self.note(again)
-        parts.ranks.forget_()
-        for micro in again.microbatches:
-            if micro.rng is not None:
-                micro.rng.restore(parts.state.device)
-            enabled, dtype = micro.autocast
-            with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
-                loss, _ = parts.forward_backward(again, micro)
-            micro.show(loss)
-        again.show_mean()
-        parts.pending = None
+        with parts.again(pending) as again:
+            self.note(again)
+            parts.ranks.forget_()
+            for micro in again.microbatches:
+                if micro.rng is not None:
+                    micro.rng.restore(parts.state.device)
+                enabled, dtype = micro.autocast
+                with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
+                    loss, _ = parts.forward_backward(again, micro)
+                micro.show(loss)
+            again.show_mean()
         self.finish(again)
 
 

@@ -44,9 +44,9 @@ _CAREFUL_STEPS = 1000
 class StepParts:
     """What a step works with.
 
-    ``microbatch_filter`` is None unless bad micro-batches are dropped; ``pending`` is the open step. ``num_steps`` have
-    been made. ``is_captured``: a step is in a CUDA graph, which cannot be changed any more. Updates are checked until
-    ``careful_until`` steps have been made.
+    ``microbatch_filter`` is None unless bad micro-batches are dropped. ``pending`` is the open step; ``begin``, ``end``
+    and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
+    changed any more. Updates are checked until ``careful_until`` steps have been made.
     """
 
     state: TrainingState
@@ -94,6 +94,24 @@ class StepParts:
             before.put_back()
             spoiled.append(True)
             self.be_careful()
+
+    def begin(self, pending: PendingStep) -> None:
+        """This step is open from now on."""
+        self.pending = pending
+
+    def end(self, *, counts: bool = False) -> None:
+        """No step is open. ``counts``: the one that was open counts as made."""
+        self.pending = None
+        self.num_steps += counts
+
+    @contextlib.contextmanager
+    def again(self, pending: PendingStep) -> Iterator[PendingStep]:
+        """Opens a step that has run before, as not yet run. Afterwards the step that was open is open again."""
+        open_step, self.pending = self.pending, pending.afresh()
+        try:
+            yield self.pending
+        finally:
+            self.pending = open_step
 
     @property
     def drops_gradients(self) -> bool:
@@ -264,14 +282,14 @@ class StepParts:
             log.warning("step %d was left in the middle: its %d backward passes are dropped", self.pending.step, passes)
             self.clear()
         self.last_forward.mend_in_any_case_()
-        self.pending = None
+        self.end()
 
     def clear(self) -> None:
         """Leaves nothing of a step that was not finished."""
         self.buffers.undo_()
         self.last_forward.forget()
         self.skippable.end_step()
-        self.pending = None
+        self.end()
 
 
 def check_loss(loss: Any) -> None:

@@ -57,8 +57,8 @@ class PendingStep:
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
     position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
     loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
-    ``live`` is how the step ran, where it was traced. ``measured`` is set if it was measured before it was finished, ``verdict``
-    once its reading has been judged.
+    ``live`` is how the step ran, if it was traced. ``measured`` is set if it was measured before it was finished,
+    ``verdict`` once its reading has been judged.
     """
 
     step: int
