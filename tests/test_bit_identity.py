@@ -176,3 +176,27 @@ def test_a_wake_in_the_users_own_loop_is_lost_and_says_so() -> None:
     assert guard.counts == {"applied": 8, "skipped": 1, "lost": 1, "rerun": 0, "backed_off": 0}
     assert guard.incidents[0].outcome.lost == 1
     assert int(opt.state[model.out.weight]["step"]) == 8
+
+
+@pytest.mark.parametrize("style", ["step", "own loop"])
+def test_a_guard_without_options_neither_clips_nor_changes_anything_else(style: str) -> None:
+    """On a CPU, where the default precision is fp32; the gradients are far larger than usual limits."""
+    ends = []
+    for guarded in (False, True):
+        model, opt = build(ALL["fused AdamW"])
+        guard = nanguard.Guard(model, opt) if guarded else None
+        for inputs, targets in make_batches(20):
+            batch = (inputs * 1e3, targets)
+            if guard is None:
+                (loss_fn(model, batch) * 1e4).backward()
+                opt.step()
+                opt.zero_grad()
+            elif style == "step":
+                guard.step(lambda model, batch: loss_fn(model, batch) * 1e4, batch)
+            else:
+                with guard.autocast():
+                    loss = loss_fn(model, batch) * 1e4
+                guard.backward(loss)
+                guard.update()
+        ends.append(everything(model, [opt], None, torch.get_rng_state()))
+    assert differences(*ends) == []

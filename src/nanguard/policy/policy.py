@@ -64,7 +64,7 @@ class Policy:
 
     ladder: Sequence[Rung] = field(default_factory=_default_ladder)
     divergence: Divergence | None = field(default_factory=Divergence)
-    max_norm: float | None = 5.0
+    max_norm: float | None = None
     max_consecutive_skips: int | None = 100
     max_skipped_share: float | None = 0.5
     skipped_share_window: int = 1000
