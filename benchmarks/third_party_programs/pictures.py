@@ -1,0 +1,201 @@
+"""Programs that learn from pictures, and programs that generate data."""
+
+from __future__ import annotations
+
+from third_party_programs import generators as make
+from third_party_programs.records import DATA, Expected, Fault, Program, example, gan, nan, record, tutorial
+
+PIXEL = "a NaN pixel in one picture"
+
+VISION = (
+    example(
+        "mnist",
+        *("main.py", "--epochs", "1", "--batch-size", "32"),
+        data=make.mnist("../data", 320, 100),
+        faults=(
+            record(PIXEL, nan("conv1", r"conv1\(x\)", op="convolution|conv2d")),
+            record("an infinite pixel", nan("conv1", r"conv1\(x\)"), value="inf"),
+        ),
+    ),
+    example(
+        "mnist_rnn",
+        *("main.py", "--epochs", "1", "--batch-size", "32"),
+        data=make.mnist("../data", 320, 100),
+        faults=(record(PIXEL, nan("rnn", r"self\.rnn\(input\)")),),
+    ),
+    example(
+        "mnist_forward_forward",
+        *("main.py", "--epochs", "12", "--train_size", "64", "--test_size", "32", "--save_model"),
+        data=make.mnist("data", 64, 32),
+        faults=(
+            Fault(
+                name="record",
+                what=PIXEL,
+                hook={"kind": "record", "batch": 1, "row": 5, "path": (0,), "value": "nan", "element": 300},
+                expected=Expected(causes=DATA, lines=(r"x\.norm\(", r"x\.max\(\)", r"self\.forward\(x_pos\)"), says=""),
+            ),
+        ),
+    ),
+    example(
+        "mnist_hogwild",
+        *("main.py", "--epochs", "1", "--batch-size", "32", "--num-processes", "1"),
+        data=make.mnist("../data", 320, 100),
+        faults=(record(PIXEL, nan("conv1", r"self\.conv1\(x\)")),),
+        volatile=(r"(?m)^\d+\t",),
+    ),
+    example(
+        "vae",
+        *("main.py", "--epochs", "1", "--batch-size", "32"),
+        data=make.mnist("../data", 320, 64),
+        faults=(record(PIXEL, nan("fc1", r"self\.fc1\(x\)")),),
+    ),
+    example(
+        "siamese_network",
+        *("main.py", "--epochs", "1", "--batch-size", "8"),
+        data=make.mnist("../data", 64, 30),
+        seed=1,
+        faults=(
+            record(PIXEL, nan(r"resnet\.0", r"self\.resnet\(x\)"), path=(1,)),
+            record("a NaN label", nan("", r"criterion\(outputs, targets\)"), path=(2,)),
+        ),
+    ),
+    example(
+        "super_resolution",
+        *("main.py", "--upscale_factor", "4", "--batchSize", "2", "--testBatchSize", "2", "--nEpochs", "1"),
+        *("--threads", "0"),
+        data=make.images("dataset/BSDS300/images/train", "dataset/BSDS300/images/test", count=8),
+        faults=(
+            record(PIXEL, nan("conv1", r"self\.conv1\(x\)"), index=5),
+            record("a NaN pixel in one target", nan("", r"criterion\(model\(input\), target\)"), path=(1,), index=5),
+        ),
+    ),
+    example(
+        "imagenet",
+        *(
+            "main.py",
+            "--arch",
+            "resnet18",
+            "--epochs",
+            "1",
+            "-b",
+            "2",
+            "--workers",
+            "0",
+            "--seed",
+            "1",
+            "-p",
+            "1",
+            "data",
+        ),
+        data=make.images("data/train/cat", "data/train/dog", "data/val/cat", "data/val/dog", count=4),
+        faults=(record(PIXEL, nan("conv1", r"output = model\(images\)", r"self\.conv1\(x\)"), index=3),),
+        volatile=(r"(Time|Data)\s+[\d.]+ \(\s*[\d.]+\)",),
+    ),
+    Program(
+        name="unet",
+        repository="milesial/Pytorch-UNet",
+        commit="21d7850f2af30a9695bbeea75f3136aa538cfc4a",
+        folder=".",
+        command=("train.py", "--epochs", "1", "--batch-size", "2", "--scale", "0.5"),
+        data=make.carvana(),
+        environment={"WANDB_MODE": "disabled"},
+        seed=1,
+        faults=(
+            record(
+                PIXEL,
+                nan(r"inc\.double_conv\.0", r"self\.double_conv\(x\)", r"self\.inc\(x\)"),
+                path=("image",),
+                index=3,
+            ),
+        ),
+    ),
+    Program(
+        name="sam",
+        repository="davda54/sam",
+        commit="3c3afdbd71cff2462ec91c734b3d1170bd0f3707",
+        folder="example",
+        command=(
+            "train.py",
+            "--batch_size",
+            "8",
+            "--depth",
+            "10",
+            "--width_factor",
+            "1",
+            "--epochs",
+            "1",
+            "--threads",
+            "0",
+        ),
+        data=make.cifar10("data", "cifar"),
+        faults=(record(PIXEL, nan(r"f\.0_convolution", r"return self\.f\(x\)"), batch=63, row=3),),
+    ),
+    Program(
+        name="simclr",
+        repository="sthalles/SimCLR",
+        commit="1848fc934ad844ae630e6c452300433fe99acfd9",
+        folder=".",
+        command=(
+            "run.py",
+            "-data",
+            "datasets",
+            "-dataset-name",
+            "cifar10",
+            "-a",
+            "resnet18",
+            "-b",
+            "4",
+            "--epochs",
+            "1",
+            "-j",
+            "0",
+            "--disable-cuda",
+        ),
+        data=make.cifar10("datasets", count=40),
+        seed=1,
+        faults=(record(PIXEL, nan(r"backbone\.conv1", r"self\.backbone\(x\)"), path=(0, 0), index=7),),
+    ),
+)
+
+GENERATIVE = (
+    example(
+        "dcgan",
+        *("main.py", "--dataset", "mnist", "--dataroot", "data", "--batchSize", "4", "--ngf", "8", "--ndf", "8"),
+        *("--niter", "1", "--manualSeed", "1", "--workers", "0"),
+        data=make.mnist("data", 48, 8),
+        faults=(record(PIXEL, nan(r"main\.0", r"self\.main\(input\)"), index=17),),
+    ),
+    gan("gan", "gan.py", record(PIXEL, nan(r"model\.0", r"self\.model\(img_flat\)"))),
+    gan("wgan_gp", "wgan_gp.py", record(PIXEL, nan(r"model\.0", r"self\.model\(img_flat\)"))),
+    gan("acgan", "acgan.py", record(PIXEL, nan(r"conv_blocks\.0", r"self\.conv_blocks\(img\)"))),
+    gan("infogan", "infogan.py", record(PIXEL, nan(r"conv_blocks\.0", r"self\.conv_blocks\(img\)"))),
+    tutorial("03-advanced/generative_adversarial_network", record(PIXEL, nan("0", r"D\(images\)"))),
+    Program(
+        name="tiny-diffusion",
+        repository="tanelp/tiny-diffusion",
+        commit="726b6bbbf2c9e3d23dff9eaea2fda10d0af6a78c",
+        folder=".",
+        command=(
+            "ddpm.py",
+            "--dataset",
+            "moons",
+            "--num_epochs",
+            "1",
+            "--train_batch_size",
+            "256",
+            "--eval_batch_size",
+            "32",
+        ),
+        seed=1,
+        faults=(record("a NaN coordinate", nan("", r"s1 \* x_start \+ s2 \* x_noise")),),
+    ),
+    Program(
+        name="flows",
+        repository="ikostrikov/pytorch-flows",
+        commit="bf12ed91b86867b38d74982f5e2d44c248604df9",
+        folder=".",
+        command=("main.py", "--epochs", "2"),
+        data=make.power("data/power"),
+        faults=(record("a NaN measurement", nan(r"0\.joiner.*", "")),),
+    ),
+)
