@@ -31,7 +31,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of("explain.py", capsys)
     assert "step 4: sqrt_grad_at_zero in spectrum, sample (3,)" in out
     assert "step 8: overflow_fp16 in attention, sample (5,)" in out
-    assert "guard.keep_fp32('attention')   (tried on this step: finite)" in out
+    assert "attention in fp32 makes this step finite:\n               guard.keep_fp32('attention')" in out
 
 
 def test_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ class TestHalting:
         message = str(caught.value)
         for part in (
             "non-finite loss at step 5 (batch 5 of epoch 1)",
-            "loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more",
+            "loss NaN; gradients of inp.weight, inp.bias, norm.weight and 3 more",
             "Halted, since no rung of the ladder was left: skip: used 1 of 1 this epoch.",
             "Preserved: weights, optimizer state",
             "Next: ",
@@ -458,7 +458,7 @@ class TestWhatItSays:
             "end of the run: 6 steps, 2 not applied, weights and optimizer state finite; first known"
         )
         assert "step 2: non-finite data" in line
-        assert line.endswith(f"more: nanguard explain {tmp_path}")
+        assert line.endswith(f"more:\n  nanguard explain {tmp_path}"), "a command is a line of its own"
         del guard
         gc.collect()
         assert caplog.text.count("end of the run") == 1, "once"
@@ -494,16 +494,18 @@ guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
         for batch in guard.epoch(poisoned(make_batches(3), 1)):
             guard.step(loss_fn, batch)
         assert caplog.messages == [
-            " nanguard  step 1  non-finite loss: step skipped, nothing changed (1 of 3 within 100 steps)\n"
-            "   found     loss nan; gradients of inp.weight, inp.bias, norm.weight and 3 more; "
+            " nanguard  step 1  the loss is NaN: step skipped, nothing changed\n"
+            "   where     first used at helpers.py:28, in inp (addmm, data, fp32)\n"
+            "               return self.out(self.drop(F.relu(self.norm(self.inp(x)))))\n"
+            "   why       non-finite data: batch[0] holds NaN at [0, 0]\n"
+            "   sample    index 0 of the batch\n"
+            "   fix       clean the data, or mask such entries before they are used\n"
+            "   found     loss NaN; gradients of inp.weight, inp.bias, norm.weight and 3 more; "
             "buffers norm.running_mean and norm.running_var\n"
             "   batch     batch 1 of epoch 1\n"
-            "   first in  inp   addmm, data, fp32   helpers.py:28   "
-            "return self.out(self.drop(F.relu(self.norm(self.inp(x)))))\n"
-            "   because   non-finite data: batch[0] holds NaN at [0, 0]\n"
-            "   samples   index 0 of the batch\n"
-            "   fix       clean the data, or mask such entries before they are used   (not tried)\n"
-            "   kept      weights, optimizer state and buffers, exactly as before this step"
+            "   untouched weights, optimizer state and buffers, exactly as before this step\n"
+            "   ladder    skip 1 of 3 within 100 steps, then: roll back\n"
+            "   docs      docs/causes/input_nonfinite.md"
         ]
 
     def test_the_run_log_is_json_with_a_header_incidents_and_an_end(self, tmp_path: Path) -> None:

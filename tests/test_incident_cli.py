@@ -251,7 +251,7 @@ def test_one_incident_is_told_in_full(program: Path) -> None:
     result = run("explain", path)
     assert result.exit_code == 0, result.output
     told = result.stdout
-    assert "step 2  non-finite loss: step skipped" in told
+    assert "step 2  the loss is -Inf: step skipped" in told
     assert "logarithm of zero" in told
     assert "from birth to where it showed" in told
     assert "step 1: loss 0.25, gradient norm 2" in told
@@ -275,43 +275,74 @@ def test_a_line_that_has_changed_is_not_shown(program: Path) -> None:
     assert "The file cannot be shown here." in run("explain", path).stdout
 
 
-def test_a_run_is_told_in_order_and_the_last_in_full(program: Path) -> None:
-    fail(program)
-    fail(program, "rooted")
+def test_a_run_leads_with_the_incident_of_which_most_is_known(program: Path) -> None:
     fail(program, unexamined=True)
-    result = run("explain", program.parent / "run")
+    best = fail(program)
+    fail(program, "rooted", unexamined=True)
+    run_dir = program.parent / "run"
+    result = run("explain", run_dir)
     assert result.exit_code == 0
     told = result.stdout
-    assert told.index("logarithm of zero") < told.index("derivative of a root at zero") < told.index("not examined")
-    assert "from birth to where it showed" not in told
-    assert f"nanguard explain {program.parent / 'run' / 'incidents' / '0001'}" in told
-    assert "(3 in " in told
-    assert run("explain", program.parent / "run" / "incidents").stdout.count("non-finite loss") == 3
-    brief = run("explain", program.parent / "run", "--brief").stdout
-    assert "not examined" not in brief
-    assert brief.count("non-finite loss") == 3
+    assert "from birth to where it showed" in told
+    assert told.index("logarithm of zero") < told.index(f"saved to {best}") < told.index("other faults (3 incidents in")
+    assert f"    nanguard explain {run_dir / 'incidents' / '0001'}\n" in told
+    assert run("explain", run_dir / "incidents").stdout.count("other faults (3") == 1
+    assert run("explain", run_dir / "run.jsonl").exit_code == 2, "this run has no log"
+    brief = run("explain", run_dir, "--brief").stdout
+    assert "from birth" not in brief
+    assert brief.count(" nanguard  step ") == 2, "two that were not examined are one fault"
 
 
-def test_the_same_fault_again_is_told_once_with_how_often_it_came(program: Path) -> None:
+def test_what_was_done_among_skips_of_the_same_fault_is_told(program: Path) -> None:
     first = fail(program)
-    fail(program, "rooted")
     told = json.loads((first / INCIDENT).read_text())
-    for number in range(3, 60):
+    for number in range(2, 60):
         again = first.parent / f"{number:04}"
         shutil.copytree(first, again)
         told["number"] = number
-        told["outcome"]["verdict"]["reading"]["step"] = number
+        told["outcome"]["verdict"]["reading"]["step"] = number + 1
+        acted = number == 30
+        told["outcome"]["action"]["response"] = "raise_precision" if acted else "skip"
+        told["outcome"]["did"] = "attn in fp32 from now on" if acted else ""
         (again / INCIDENT).write_text(json.dumps(told))
     run_dir = first.parent.parent
-    result = run("explain", run_dir)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.count("   repeated  58 times, first at step 2, last at step 59\n") == 1
-    assert result.stdout.count("repeated") == 1
-    assert result.stdout.index("derivative of a root at zero") < result.stdout.index("step 59 ")
-    assert "from birth to where it showed" in result.stdout  # the newest, in full
-    assert "(59 in " in result.stdout
-    assert run("explain", run_dir, "--brief").stdout.count("repeated  58 times") == 1
+    for options in ((), ("--brief",)):
+        result = run("explain", run_dir, *options)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.count("   repeated  59 times, first at step 2, last at step 60\n") == 1
+        assert "58x step skipped, nothing changed; 1x step skipped, precision raised\n" in result.stdout
+        assert "   at 31     attn in fp32 from now on\n" in result.stdout
     assert len(json.loads(run("explain", run_dir, "--json").stdout)["incidents"]) == 59
+
+
+def test_without_a_path_the_newest_run_is_taken(tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(program)
+    monkeypatch.chdir(tmp_path)
+    result = run("explain")
+    assert (result.exit_code, "there is no run in runs/ nor in nanguard-runs/" in result.stderr) == (2, True)
+    old, new = tmp_path / "runs" / "old", tmp_path / "nanguard-runs" / "new"
+    for place in (old, new):
+        shutil.copytree(program.parent / "run", place)
+    os.utime(old / "incidents", (1, 1))
+    told = run("explain").stdout
+    assert told.startswith("nanguard-runs/new, the newest run\n nanguard  step 2")
+    os.utime(new / "incidents", (0, 0))
+    assert run("explain", "--json").exit_code == 0
+    assert run("explain").stdout.startswith("runs/old, the newest run\n")
+
+
+def test_a_folder_of_runs_is_listed(tmp_path: Path, program: Path) -> None:
+    fail(program)
+    for name in ("a", "b"):
+        shutil.copytree(program.parent / "run", tmp_path / "mine" / name)
+    os.utime(tmp_path / "mine" / "b" / "incidents", (1, 1))
+    result = run("explain", tmp_path / "mine")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert [line.partition("   ")[0] for line in lines[:2]] == [str(tmp_path / "mine" / name) for name in ("b", "a")]
+    assert "1 saved incidents; its log cannot be read" in lines[0]
+    assert lines[-1] == f"  nanguard explain {tmp_path / 'mine' / 'a'}"
+    assert json.loads(run("explain", tmp_path / "mine", "--json").stdout)["runs"][1].endswith("/a")
 
 
 def test_as_json_it_is_one_object_without_the_data(program: Path) -> None:

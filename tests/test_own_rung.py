@@ -126,11 +126,12 @@ def test_panel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "nanguard"):
         guard = train(tmp_path, "eager")
     outcome = guard.incidents[1].outcome
-    assert headline(outcome) == ("non-finite loss: step skipped, rung taken: zero the <momentum> (1 of 2 this run)")
+    assert headline(outcome) == ("the loss is NaN: step skipped, rung taken: zero the <momentum>")
     assert headline(outcome) in caplog.text
     told = dict(rows(outcome))
     assert told["done"].endswith("moments set to zero")
-    assert "kept" not in told  # it is not as before the step
+    assert told["ladder"] == "zero the <momentum> 1 of 2 this run, then: halt"
+    assert "untouched" not in told  # it is not as before the step
 
 
 def test_run_log_watch_and_report(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_one_that_goes_back_is_a_rollback_everywhere(tmp_path: Path, sync: Any) 
     assert not outcome.applied
     assert (guard.counts["rolled_back"], guard.counts["skipped"]) == (1, 0)
     assert guard.counts["undone"] > 0
-    assert headline(outcome) == "non-finite loss: rolled back, rung taken: step back (1 of 3 within 1000 steps)"
+    assert headline(outcome) == "the loss is NaN: rolled back, rung taken: step back"
     assert opt.param_groups[0]["lr"] == pytest.approx(
         0.5 * ALL["fused AdamW"](model.parameters()).param_groups[0]["lr"]
     )

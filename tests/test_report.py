@@ -579,7 +579,7 @@ def test_a_guard_shows_counts_and_its_last_incidents_in_a_notebook(run: tuple[Pa
     text = Outline(guard._repr_html_()).text
     assert f"{guard.counts['applied']} applied, {guard.counts['skipped']} skipped" in text
     assert "fp16" in text
-    assert "step 60: non-finite loss: step skipped" in text
+    assert "step 60: the loss is NaN: step skipped" in text
     assert text.index("step 60") < text.index("step 43"), "the last first"
 
 

@@ -253,7 +253,7 @@ def test_a_bad_step_is_told_on_stderr_and_kept(tmp_path: Path) -> None:
     ended = done(*NANGUARD, name, cwd=tmp_path)
     assert ended.returncode == 0
     assert "nan" not in ended.stdout
-    assert "step 2  non-finite loss: step skipped, nothing changed" in ended.stderr
+    assert "step 2  the loss is NaN: step skipped, nothing changed" in ended.stderr
     assert "log, forward, fp32   train.py:7" in ended.stderr
     *_, last = ended.stderr.splitlines()
     assert last.startswith(
@@ -367,7 +367,7 @@ def test_several_ranks_decide_together(tmp_path: Path) -> None:
         assert torch.equal(states[0][key], states[1][key])
         assert torch.isfinite(states[0][key]).all()
     assert states[0]["steps"] == 5
-    assert ended.stderr.count("non-finite loss: step skipped, nothing changed") == 1  # one rank speaks
+    assert ended.stderr.count("the loss is NaN: step skipped, nothing changed") == 1  # one rank speaks
     assert "seen first by rank 1" in ended.stderr
     [folder] = (tmp_path / "nanguard-runs").iterdir()  # of both ranks
     assert folder.name.startswith("train-")

@@ -377,8 +377,10 @@ def test_a_halt_on_damage_leaves_the_newest_good_snapshot(sync: str, into: Any, 
     assert "A checkpoint saved now is sound." in str(caught.value)
     assert "Not sound" not in str(caught.value)
     outcome = caught.value.incident.outcome
-    assert headline(outcome) == "damaged state: training halted, the newest good snapshot put back"
-    assert "kept" not in dict(rows(outcome))
+    what, done = headline(outcome).split(": ")
+    assert what == "weights or state were damaged before this step"
+    assert done == "training halted, the newest good snapshot put back"
+    assert "untouched" not in dict(rows(outcome))
 
 
 def test_a_halt_on_damage_at_the_end_of_an_epoch_too() -> None:

@@ -89,7 +89,7 @@ def test_the_fix_of_a_page_mends_its_program(path: Path) -> None:
 def gist(panel: str) -> list[str]:
     """What a panel says happened, where and why. Numbers may be others on another machine."""
     rows = re.sub(r"\n {13}", " ", panel).splitlines()
-    wanted = [row for row in rows if row.startswith((" nanguard", "   born in", "   first in", "   because"))]
+    wanted = [row for row in rows if row.startswith((" nanguard", "   where", "   why"))]
     return [re.sub(r"-?\d[\d.,]*(e[+-]?\d+)?", "#", " ".join(row.split())) for row in wanted]
 
 

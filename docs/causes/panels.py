@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 import nanguard
+from nanguard.records.layout import fitted
 from nanguard.records.panel import panel
 from nanguard.records.steps import Incident
 
@@ -115,11 +115,8 @@ def transcript(program: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Rows of a panel go on under their own text, other lines at the margin."""
-    return "".join(
-        textwrap.fill(line, WIDTH, subsequent_indent=" " * 13 * line.startswith(" "), break_on_hyphens=False) + "\n"
-        for line in text.splitlines()
-    )
+    """As in a terminal of this width."""
+    return f"{fitted(text.rstrip(), WIDTH)}\n"
 
 
 @contextlib.contextmanager

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail, printable
+from nanguard.cli.speech import fail, printable, say
+
+if TYPE_CHECKING:
+    from nanguard.incidents.reader import Bundle
 
 EXAMPLES = (
+    "nanguard explain",
     "nanguard explain runs/a",
     "nanguard explain runs/a/incidents/0001",
     "nanguard explain runs/a --json",
@@ -19,54 +24,80 @@ EXAMPLES = (
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, one of its incidents, or an incident.json.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[PATH]",
+            help="A run, one of its incidents, or a folder of runs. If not given, the newest run.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, without the data.")] = False,
-    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines for each incident.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", "-b", help="Print a few lines for each fault.")] = False,
 ) -> None:
     """Explain non-finite steps: what happened, where the value came from, why, and what to do.
 
-    For a run, all incidents are listed, the last one in full. Incidents with the same fault are shown once, with a
-    count. Never runs code from a file.
+    For a run, the incident of which most is known is explained in full, and the others are listed. Incidents with the
+    same fault are shown once, with a count and everything that was done about them. The runs in a folder are listed.
+    Without PATH, the newest run in runs/ or nanguard-runs/ is taken. Never runs code from a file.
 
     Exits with status 0, or 2 if something could not be read.
     """
     from nanguard.errors import BundleError
-    from nanguard.incidents.reader import load
     from nanguard.replay import explain as words
+    from nanguard.replay import runs
 
     out = Console(highlight=False)
     try:
+        asked, path = path, runs.newest_run() if path is None else path
+        if listed := [] if words.is_one(path) else runs.runs_in(path):
+            _list(listed, as_json)
         paths, is_run = words.find(path)
     except BundleError as error:
         fail(str(error), as_json=as_json)
-    told, troubles, faults = [], [], words.RepeatedIncidents()
-    for place in paths:
-        try:
-            bundle = load(place)
-            if as_json:
-                told.append(words.as_dict(bundle))
-            words.short(bundle)
-            faults.add(bundle)
-        except BundleError as error:
-            troubles.append(str(error))
+    bundles, troubles = _read(paths)
     if as_json:
         wrong = {"error": "\n".join(troubles)} if troubles else {}
+        told = [words.as_dict(bundle) for bundle in bundles]
         report = {"schema": 1, "status": 2 if troubles else 0, **wrong, "incidents": told, "troubles": troubles}
         typer.echo(json.dumps(report, indent=2))
     else:
-        parts, listed = [], faults.in_order()
-        for fault in listed:
-            try:
-                in_full = fault is listed[-1] and not brief
-                parts.append(fault.told(words.long(fault.newest) if in_full else words.short(fault.newest)))
-            except BundleError as error:
-                troubles.append(str(error))
-        for part in parts:
-            out.print(part, markup=False, soft_wrap=True, end="\n\n" if len(parts) > 1 else "\n")
+        if asked is None:
+            say(out, f"{path}, the newest run", style="dim")
         if not paths:
-            out.print(words.nothing_in(path), markup=False, soft_wrap=True)
-        elif is_run and len(paths) > 1:
-            out.print(words.hint(paths, path), markup=False, soft_wrap=True, style="dim")
+            say(out, words.nothing_in(path))
+        for part in words.about(bundles, path if is_run else None, brief=brief):
+            say(out, part)
         for trouble in troubles:
             typer.echo(printable(trouble), err=True)
     raise typer.Exit(2 if troubles else 0)
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[Bundle], list[str]]:
+    """The incidents that can be read and described, and why others cannot."""
+    from nanguard.errors import BundleError
+    from nanguard.incidents.reader import load
+    from nanguard.replay import explain as words
+
+    bundles, troubles = [], []
+    for place in paths:
+        try:
+            bundle = load(place)
+            words.short(bundle)
+            bundles.append(bundle)
+        except BundleError as error:
+            troubles.append(str(error))
+    return bundles, troubles
+
+
+def _list(found: Sequence[Path], as_json: bool) -> NoReturn:
+    from nanguard.replay import runs
+
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "status": 0, "runs": [str(run) for run in found]}, indent=2))
+    else:
+        out = Console(highlight=False)
+        for run in found:
+            say(out, runs.in_one_line(run))
+        say(out, f"for one of them:\n  {runs.command(found[-1])}", style="dim")
+    raise typer.Exit(0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanguard.cli.speech import fail, logging_to, stderr_console
+from nanguard.records.layout import fitted, terminal_width
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
@@ -58,6 +59,9 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where to write the run log (default: nanguard-runs/SCRIPT).")
     ] = None,
+    keep_fp32: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="Run this module in fp32. May be given several times.")
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line, and only after incidents.")] = False,
@@ -81,7 +85,8 @@ def run(
 
         program = LaunchedProgram(script, args or (), is_module=is_module)
         settings = _settings(program, policy, halt_on_first, max_norm, trace)
-        settings = dataclasses.replace(settings, run_dir=_place(run_dir, program.name))
+        place, kept = _place(run_dir, program.name), tuple(keep_fp32 or ())
+        settings = dataclasses.replace(settings, run_dir=place, keep_fp32=kept)
     except LaunchError as error:
         fail(str(error), as_json=False)
     options = functools.partial(_options, settings, policy, halt_on_first, quiet)
@@ -117,6 +122,7 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
     given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder}
     flags = {"--trace": settings.trace, "--halt-on-first": halts, "--quiet": quiet}
     values = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    values += [text for name in settings.keep_fp32 for text in ("--keep-fp32", name)]
     return values + [name for name, is_given in flags.items() if is_given]
 
 
@@ -184,7 +190,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
             has_log = folder is not None and folder.is_made and (folder.path / "run.jsonl").exists()
             where = _report(folder.path, incidents) if folder is not None and has_log else ""
         if (incidents or not quiet) and sys.stderr is not None:
-            print(f"nanguard: {told}{where}", file=sys.stderr)
+            print(fitted(f"nanguard: {told}{where}", terminal_width()), file=sys.stderr)
     except Exception:
         log.exception("the summary of the run could not be written")
 
@@ -201,4 +207,4 @@ def _report(run_dir: Path, is_worth_it: bool) -> str:
         return f"; report {as_seen(write_report([run_dir], run_dir / 'report.html'))}"
     except (ImportError, NanguardError, OSError) as error:
         log.info("no report: %s", error)
-        return f"; nanguard explain {as_seen(run_dir)}"
+        return f"\n  nanguard explain {as_seen(run_dir)}"

@@ -6,12 +6,13 @@ import contextlib
 import json
 import logging
 import sys
-import textwrap
 from collections.abc import Iterator
 from typing import NoReturn
 
 import typer
 from rich.console import Console
+
+from nanguard.records.layout import fitted
 
 
 def fail(why: str, *, as_json: bool) -> NoReturn:
@@ -27,6 +28,11 @@ def printable(text: str) -> str:
     from nanguard.records.printable import printable as printable_line
 
     return "\n".join(map(printable_line, text.splitlines()))
+
+
+def say(out: Console, text: str, *, style: str | None = None) -> None:
+    """Print text, wrapped to the width of a terminal. If the output is not a terminal, lines are not wrapped."""
+    out.print(fitted(text, out.width if out.is_terminal else None), markup=False, soft_wrap=True, style=style)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -47,7 +53,7 @@ class _ConsoleHandler(logging.Handler):
         whose = "" if message.startswith(" nanguard ") else "nanguard: "
         try:
             for number, line in enumerate((whose + message).splitlines()):
-                text = textwrap.fill(line, self._console.width, subsequent_indent=" " * 13, break_on_hyphens=False)
+                text = fitted(line, self._console.width)
                 self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
         except (OSError, ValueError):
             self._is_cut_off = True  # stderr is closed or a broken pipe: the program must go on

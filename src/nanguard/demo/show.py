@@ -22,7 +22,8 @@ from nanguard.demo import text, training
 from nanguard.demo.training import Result, TrainingProgress
 from nanguard.errors import ReportError
 from nanguard.guard import Guard
-from nanguard.records.panel import panel
+from nanguard.records.layout import fitted
+from nanguard.records.panel import panel, repeated
 from nanguard.records.steps import Incident
 
 INTRO = """
@@ -190,12 +191,13 @@ def _told_in_words(run: Iterator[TrainingProgress], err: Console) -> Iterator[Tr
 def _told_by_panels(run: Iterator[TrainingProgress], guard: Guard, err: Console) -> Iterator[TrainingProgress]:
     """Passes on the progress of the guarded loop and prints its panels: in full, or one line if it is a repeat."""
     shown = 0
-    seen: set[tuple[str | None, ...]] = set()
+    seen: dict[tuple[str | None, ...], list[int]] = {}
     for told in run:
         for incident in guard.incidents[shown:]:
-            lines, kind = panel(incident).splitlines(), _kind(incident)
-            _show(lines[:1] if kind in seen else lines, err)
-            seen.add(kind)
+            steps = seen.setdefault(_kind(incident), [])
+            steps.append(incident.reading.step)
+            again = len(steps) > 1
+            _show(repeated(incident, same_as=steps[0], count=len(steps)) if again else panel(incident), err)
         shown = len(guard.incidents)
         yield told
 
@@ -207,10 +209,9 @@ def _kind(incident: Incident) -> tuple[str | None, ...]:
     return (response, diagnosis.cause, diagnosis.module, diagnosis.op)
 
 
-def _show(lines: list[str], err: Console) -> None:
-    for number, line in enumerate(lines):
-        filled = textwrap.fill(line, err.width, subsequent_indent=" " * 13, break_on_hyphens=False)
-        err.print(filled, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
+def _show(text: str, err: Console) -> None:
+    for number, line in enumerate(fitted(text, err.width).splitlines()):
+        err.print(line, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
 
 
 @contextmanager

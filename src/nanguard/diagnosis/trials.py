@@ -54,11 +54,10 @@ class Trials:
         if not (runs_low and is_computed and self._try("the whole step in fp32", self._is_finite_in_fp32)):
             return diagnosis
         names = self._fewest_modules(diagnosis, run)
-        code = f"guard.keep_fp32({', '.join(map(repr, names))})" if names else 'Guard(..., precision="fp32")'
         return replace(
             diagnosis,
             modules_to_keep=names,
-            fix=replace(fix, code=code, worked=True),
+            fix=replace(fix, code=parts.fp32_fix(names), worked=True),
             remedies=tuple(dict.fromkeys(("fp32", *helps))),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -30,7 +32,10 @@ def patient_policy() -> Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """``trace`` follows every op from the first step on, which makes a step many times slower."""
+    """``trace`` follows every op from the first step on, which makes a step many times slower.
+
+    ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
+    """
 
     policy: Policy = field(default_factory=patient_policy)
     max_norm: float | None = None
@@ -39,9 +44,18 @@ class Settings:
     sync: Literal["auto", "eager", "late"] = "auto"
     diagnose: How = "auto"
     capture: CaptureLevel = "batch"
+    keep_fp32: tuple[str, ...] = ()
     script: str = ""
     argv: tuple[str, ...] = ()
     observers: tuple[Observer, ...] = ()
+
+    def fp32_fix(self, modules: Sequence[str]) -> str:
+        """How the user can keep these modules in fp32, or the whole model if there are none."""
+        if not modules:
+            return "torch.autocast(..., enabled=False)"
+        if not self.script:
+            return f"torch.autocast(..., enabled=False) around {' and '.join(modules)}, with .float() inputs"
+        return f"nanguard run {' '.join(f'--keep-fp32 {shlex.quote(name)}' for name in modules)} ..."
 
     def for_one_rank_alone(self) -> Settings:
         """For a rank that trains with ranks that are not guarded: nothing that would make its weights differ.

@@ -107,6 +107,8 @@ class HostedStep:
                 settings.run_dir, is_first=is_first, optimizer=name, observers=settings.observers
             ),
         )
+        self.parts.fp32_fix = settings.fp32_fix
+        self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(numbers)
         is_asked = shares or traits_of(optimizer).needs_closure
         self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
@@ -138,6 +140,14 @@ class HostedStep:
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
         self._are_scaled = False
+
+    def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
+        """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
+        for name in names:
+            try:
+                self.parts.islands.keep(name)
+            except ValueError as error:
+                log.log(level, "%s is not kept in fp32: %s", name, error)
 
     def open(self) -> None:
         """Begins a step and notes what it may change."""

@@ -145,9 +145,17 @@ class Policy:
                     times=rung.times,
                     per=rung.per,
                     passed=tuple(passed),
+                    then=self._then(place, rung, verdict),
                 )
             passed.append(f"{rung.describe()}: {why_not}")
         return Action(response="warn", passed=tuple(passed))
+
+    def _then(self, place: int, rung: Rung, verdict: Verdict) -> str:
+        """The rung that comes when this one is used up. Empty if it never is, or if the next one does the same."""
+        above = [each for each in (*self.ladder, Halt())[place + 1 :] if not each.refuses(verdict)]
+        if rung.times is None or not above or response_of(above[0]) == response_of(rung):
+            return ""
+        return above[0].describe()
 
     def no_progress(self, history: Sequence[Outcome], verdict: Verdict) -> str:
         """Why the run must stop whatever rungs are left: too many steps had no effect. Empty if it may go on. Pure."""

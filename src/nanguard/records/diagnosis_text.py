@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from nanguard.records.layout import laid_out, verbatim
+
 if TYPE_CHECKING:
     from nanguard.records.diagnosis import Diagnosis, Link, Operand, Source
 
@@ -22,21 +24,27 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """The name and text of each row of a panel."""
     if diagnosis.op or diagnosis.module or diagnosis.source is not None:
-        yield "first in" if diagnosis.phase == "data" else "born in", _birth(diagnosis)
-    yield "because", f"{diagnosis.words}: {diagnosis.because}"
+        yield "where", _where(diagnosis)
+    yield "why", ": ".join(filter(None, [diagnosis.words, diagnosis.because]))
     if diagnosis.samples:
         places = "index" if len(diagnosis.samples) == 1 else "indices"
-        yield "samples", f"{places} {_numbers(diagnosis.samples)} of the batch{_element(diagnosis)}"
-    fix = _fix(diagnosis)
-    if fix:
-        yield "fix", fix
+        yield "sample", f"{places} {_numbers(diagnosis.samples)} of the batch{_element(diagnosis)}"
+    if diagnosis.fix.words:
+        yield "fix", diagnosis.fix.words
+    if tried := _tried(diagnosis):
+        yield "tried", tried
+
+
+def page_of(diagnosis: Diagnosis) -> str:
+    """The page of the documentation about the cause."""
+    return f"docs/causes/{diagnosis.cause}.md"
 
 
 def panel_of(diagnosis: Diagnosis) -> str:
     """The diagnosis in a few lines."""
     at = "" if diagnosis.step is None else f"  step {diagnosis.step:,}"
     head = f" nanguard{at}  {diagnosis.words} ({diagnosis.phase}, {diagnosis.confidence})"
-    return "\n".join([head, *(f"   {name:<9} {text}" for name, text in rows(diagnosis))])
+    return laid_out(head, [*rows(diagnosis), ("docs", page_of(diagnosis))])
 
 
 def long_text_of(diagnosis: Diagnosis) -> str:
@@ -56,7 +64,8 @@ def long_text_of(diagnosis: Diagnosis) -> str:
         ]
         parts.append("\n".join(["largest values inside each module, in the order of the forward pass", *lines]))
     if diagnosis.tried:
-        lines = [f"  {trial.what:<48} {trial.result or 'not tried: ' + trial.detail}" for trial in diagnosis.tried]
+        wide = min(48, max(len(trial.what) for trial in diagnosis.tried))
+        lines = [f"  {trial.what:<{wide}}  {trial.result or 'not tried: ' + trial.detail}" for trial in diagnosis.tried]
         parts.append("\n".join(["tried on this step", *lines]))
     if diagnosis.harmless:
         lines = [f"  {_link(link)}" for link in diagnosis.harmless]
@@ -65,24 +74,39 @@ def long_text_of(diagnosis: Diagnosis) -> str:
     return "\n\n".join(parts)
 
 
-def _birth(diagnosis: Diagnosis) -> str:
+def place_in_words(module: str, source: Source | None = None) -> str:
+    """A module as people speak of it, or else the line. Empty if neither is known.
+
+    A module in an ``nn.Sequential`` has only a number, which says nothing alone.
+    """
+    if module.replace(".", "").isdigit():
+        return f"module {module}" + ("" if source is None else f", {source}")
+    return module or ("" if source is None else str(source))
+
+
+def _where(diagnosis: Diagnosis) -> str:
+    source, module = diagnosis.source, place_in_words(diagnosis.module)
+    line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
+    place = ", ".join(filter(None, [line, module and f"in {module}"]))
+    if diagnosis.phase == "data":
+        place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
-    where = diagnosis.module or "(top level)"
-    line = _line(diagnosis.source)
-    return "   ".join(filter(None, [where, what, line if diagnosis.is_line_traced or not line else f"probably {line}"]))
+    code = verbatim(source.text) if source is not None and source.text else ""
+    return (f"{place} ({what})" if place else what) + code
 
 
 def _line(source: Source | None) -> str:
     return "" if source is None else f"{source}   {source.text}".rstrip()
 
 
-def _fix(diagnosis: Diagnosis) -> str:
-    fix = diagnosis.fix
-    text = ", or  ".join(filter(None, [fix.words, fix.code]))
-    if not text:
+def _tried(diagnosis: Diagnosis) -> str:
+    """The fix that was tried on this step. Advice that was not tried is not in it."""
+    fix, modules = diagnosis.fix, diagnosis.modules_to_keep
+    if fix.worked is None:
         return ""
-    tried = {True: "tried on this step: finite", False: "tried on this step: not enough", None: "not tried"}[fix.worked]
-    return f"{text}   ({tried})"
+    what = f"{joined(modules)} in fp32" if modules else "the whole model in fp32"
+    result = "makes this step finite" if fix.worked else "is not enough for this step"
+    return f"{what} {result}" + (f":{verbatim(fix.code)}" if fix.code else "")
 
 
 def _element(diagnosis: Diagnosis) -> str:
@@ -130,6 +154,14 @@ def how_found(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.microbatch is not None:
         yield f"micro-batch {diagnosis.microbatch} of the step"
     yield from diagnosis.notes
+
+
+def joined(names: Sequence[str], most: int = 3) -> str:
+    """``a, b and c``, or the first few and how many more there are."""
+    shown, more = list(names[:most]), len(names) - most
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def _numbers(values: Sequence[int], most: int = 8) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator
 
+from nanguard.records.diagnosis_text import joined, page_of
 from nanguard.records.diagnosis_text import rows as diagnosis_rows
+from nanguard.records.layout import laid_out, verbatim
 from nanguard.records.steps import Action, Incident, Outcome, Reading, span_in_words
 
 _CAUSES = {
@@ -18,54 +21,76 @@ _CAUSES = {
 def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) -> str:
     """The incident in a few lines; ``where`` is the run log, if there is one.
 
-    In one line where it is the same again, ``in_a_row`` times in all.
+    In one line if it is the same again on neighbouring steps, ``in_a_row`` times in all.
     """
-    again = in_a_row > 1
-    times = f" ({in_a_row:,} in a row)" if again else ""
-    head = f" nanguard  step {incident.reading.step:,}  {headline(incident.outcome, again=again)}{times}"
-    shown = [] if again else rows(incident.outcome, where)
-    return "\n".join([head] + [f"   {name:<9} {text}" for name, text in shown])
+    outcome, step = incident.outcome, incident.reading.step
+    if in_a_row > 1:
+        return repeated(incident, same_as=step - in_a_row + 1, count=in_a_row)
+    return laid_out(f" nanguard  step {step:,}  {headline(outcome)}", rows(outcome, where))
 
 
-def headline(outcome: Outcome, *, again: bool = False) -> str:
+def repeated(incident: Incident, *, same_as: int, count: int) -> str:
+    """The line for an incident with the same fault as that of an earlier step, the ``count``-th of them."""
+    same = f"same as step {same_as:,}: {done(incident.outcome)} ({count:,} times now)"
+    return f" nanguard  step {incident.reading.step:,}  {same}"
+
+
+def headline(outcome: Outcome) -> str:
     """What happened, and what was done about it, in one line."""
-    return f"{_noun(outcome)}{' again' * again}: {_headline(outcome)}"
+    return f"{what_happened(outcome)}: {done(outcome)}"
 
 
 def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
-    """Name and text of each row under the headline."""
-    reading = outcome.verdict.reading
-    told = [("found", _found(outcome))]
+    """Name and text of each row under the headline: what was done, where, why, what to do, and what was saved."""
+    reading, diagnosis = outcome.verdict.reading, outcome.diagnosis
+    told = [("done", outcome.did)] if outcome.did else []
+    if diagnosis is not None:
+        told += diagnosis_rows(diagnosis)
+    elif cause := _cause(outcome):
+        told.append(("why", cause))
+    told.append(("found", _found(outcome)))
     if reading.batch is not None:
         told.append(("batch", _position(reading)))
-    cause = outcome.verdict.cause
-    if outcome.diagnosis is not None:
-        told += diagnosis_rows(outcome.diagnosis)
-    elif outcome.verdict.kind == "divergence" and not reading.found and cause == "weights":
-        told.append(("cause", "the weights: they have become worse, not the data harder"))
-    elif cause in _CAUSES and outcome.verdict.kind != "damage":
-        told.append(("cause", _CAUSES[cause]))
     if reading.ranks:
-        told.append(("ranks", "seen first by " + _listed([f"rank {flags.rank}" for flags in reading.ranks])))
+        told.append(("ranks", "seen first by " + joined([f"rank {flags.rank}" for flags in reading.ranks])))
     if reading.dropped_microbatches:
-        told.append(("dropped", "micro-batch " + _listed([str(i) for i in reading.dropped_microbatches])))
+        told.append(("dropped", "micro-batch " + joined([str(i) for i in reading.dropped_microbatches])))
     if reading.dropped_gradients:
-        told.append(("dropped", _listed(reading.dropped_gradients)))
-    if outcome.did:
-        told.append(("done", outcome.did))
-    if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
-        told.append(("kept", _untouched(outcome)))
-    if outcome.rerun:
-        told.append(("in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"))
-    if outcome.lost and outcome.is_rollback:
-        told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"))
-    elif outcome.lost:
-        told.append(("in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"))
+        told.append(("dropped", joined(reading.dropped_gradients)))
+    told += _rest(outcome)
     if outcome.bundle:
-        told.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
+        told.append(("saved to", f"{outcome.bundle}{verbatim(_explain(outcome))}"))
     elif where:
         told.append(("log", where))
+    if diagnosis is not None:
+        told.append(("docs", page_of(diagnosis)))
     return told
+
+
+def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """What was left alone, what comes next, and what became of the steps behind this one."""
+    if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
+        yield "untouched", _untouched(outcome)
+    if counted := _counted(outcome.action):
+        yield "ladder", counted
+    if outcome.rerun:
+        yield "in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"
+    if outcome.lost and outcome.is_rollback:
+        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"
+    elif outcome.lost:
+        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"
+
+
+def _cause(outcome: Outcome) -> str:
+    """What is known of the cause if the step was not examined."""
+    verdict = outcome.verdict
+    if verdict.kind == "divergence" and not verdict.reading.found and verdict.cause == "weights":
+        return "the weights: they have become worse, not the data harder"
+    return "" if verdict.kind == "damage" else _CAUSES.get(verdict.cause, "")
+
+
+def _explain(outcome: Outcome) -> str:
+    return f"nanguard explain {shlex.quote(outcome.bundle)}"
 
 
 def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
@@ -74,11 +99,11 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
     ``known`` is the last incident of which a cause is known: it is told of if this one has none.
     """
     reading, outcome = incident.reading, incident.outcome
-    ranks = f" on {_listed([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
+    ranks = f" on {joined([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
     passed = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
     why = outcome.action.because or f"no rung of the ladder was left: {passed}"
     if outcome.verdict.kind == "damage":
-        damaged = f"{_listed(reading.damaged) or 'the state of another rank'} were non-finite before this step"
+        damaged = f"{joined(reading.damaged) or 'the state of another rank'} were non-finite before this step"
         then = "Next: find out what wrote to them."
         if outcome.did:
             kept = (
@@ -104,17 +129,16 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
             "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
             "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy()."
         )
-    rows = [] if outcome.diagnosis is None else list(diagnosis_rows(outcome.diagnosis))
+    rows = [] if outcome.diagnosis is None else [*diagnosis_rows(outcome.diagnosis)]
     if known is not None and known.diagnosis is not None and _is_unknown(outcome):
         rows += [("before", f"step {known.reading.step:,} had a known cause:"), *diagnosis_rows(known.diagnosis)]
     if outcome.bundle:
-        rows.append(("kept in", f"{outcome.bundle}   nanguard explain {outcome.bundle}"))
-    told = "".join(f"  {name:<9} {row}\n" for name, row in rows)
+        rows.append(("saved to", f"{outcome.bundle}{verbatim(_explain(outcome))}"))
+    if outcome.diagnosis is not None:
+        rows.append(("docs", page_of(outcome.diagnosis)))
     position = "" if reading.batch is None else f" ({_position(reading)})"
-    return (
-        f"{_noun(outcome)} at step {reading.step:,}{position}{ranks}: {_found(outcome)}.\n{told}"
-        f"Halted, since {why}.\n{kept}\n{then}"
-    )
+    head = f"{noun(outcome)} at step {reading.step:,}{position}{ranks}: {_found(outcome)}."
+    return f"{laid_out(head, rows)}\nHalted, since {why}.\n{kept}\n{then}"
 
 
 def _untouched(outcome: Outcome) -> str:
@@ -128,17 +152,18 @@ def _is_unknown(outcome: Outcome) -> bool:
     return outcome.diagnosis is None or outcome.diagnosis.cause == "unknown"
 
 
-def _headline(outcome: Outcome) -> str:
+def done(outcome: Outcome) -> str:
+    """What was done about the step, in plain words."""
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
-        return f"step skipped, nothing changed{_counted(action)}"
+        return "step skipped, nothing changed"
     return {
         "apply": "bad micro-batches dropped, the rest of the step applied",
         "drop_gradients": "bad gradients dropped, the step applied to all other parameters",
-        "lower_lr": f"{skipped}, learning rate lowered{_counted(action)}",
-        "raise_precision": f"{skipped}, precision raised{_counted(action)}",
-        "roll_back": f"rolled back{_counted(action)}",
-        "act": f"{'rolled back' if outcome.is_rollback else skipped}, rung taken: {action.words}{_counted(action)}",
+        "lower_lr": f"{skipped}, learning rate lowered",
+        "raise_precision": f"{skipped}, precision raised",
+        "roll_back": "rolled back",
+        "act": f"{'rolled back' if outcome.is_rollback else skipped}, rung taken: {action.words}",
         "warn": "nothing on the ladder answers it, training goes on",
         "halt": f"training halted, {_left_by_halt(outcome)}",
         "back_off": f"{skipped}, the loss scale goes down",
@@ -152,10 +177,37 @@ def _left_by_halt(outcome: Outcome) -> str:
 
 
 def _counted(action: Action) -> str:
-    return "" if action.times is None else f" ({action.count} of {action.times} {span_in_words(action.per)})"
+    """How often the rung was used, if something else happens when it is used up."""
+    if action.times is None or not action.then:
+        return ""
+    return f"{action.words} {action.count} of {action.times} {span_in_words(action.per)}, then: {action.then}"
 
 
-def _noun(outcome: Outcome) -> str:
+def what_happened(outcome: Outcome) -> str:
+    """What was wrong with the step, in plain words."""
+    reading, kind = outcome.verdict.reading, outcome.verdict.kind
+    if kind == "damage":
+        return "weights or state were damaged before this step"
+    if kind == "divergence" and not reading.found:
+        return "the loss diverged"
+    if not reading.found:
+        return "a micro-batch has NaN or Inf" if reading.dropped_microbatches else "a gradient is NaN or Inf"
+    if reading.found[0] == "loss":
+        is_here = not math.isfinite(reading.loss)
+        return f"the loss is {_spelled(reading.loss)}" if is_here else "the loss of another rank is NaN or Inf"
+    return {
+        "gradients": "a gradient is NaN or Inf" if len(reading.gradients) < 2 else "gradients are NaN or Inf",
+        "buffers": "a buffer is NaN or Inf",
+        "update": "the update is NaN or Inf",
+    }[reading.found[0]]
+
+
+def _spelled(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
+
+
+def noun(outcome: Outcome) -> str:
+    """What was wrong with the step, as a name for it."""
     reading, kind = outcome.verdict.reading, outcome.verdict.kind
     if kind == "damage":
         return "damaged state"
@@ -174,30 +226,22 @@ def _found(outcome: Outcome) -> str:
     parts = []
     elsewhere = "of another rank"
     if outcome.verdict.kind == "damage":
-        parts.append(f"non-finite before this step: {_listed(reading.damaged) if reading.damaged else elsewhere}")
+        parts.append(f"non-finite before this step: {joined(reading.damaged) if reading.damaged else elsewhere}")
     if outcome.verdict.kind == "divergence" and not reading.found:
         parts.append(f"loss {reading.mean_loss:.4g}, and the ones before it, far above their own past")
     if "loss" in reading.found:
-        parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else f'{reading.loss:g}'}")
+        parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else _spelled(reading.loss)}")
     if "gradients" in reading.found:
-        parts.append(f"gradients {f'of {_listed(reading.gradients)}' if reading.gradients else elsewhere}")
+        parts.append(f"gradients {f'of {joined(reading.gradients)}' if reading.gradients else elsewhere}")
     if "update" in reading.found:
         parts.append("finite gradients, but what the optimizer made of them; taken back")
     if "buffers" in reading.found:
-        parts.append(f"buffers {_listed(reading.buffers) if reading.buffers else elsewhere}")
+        parts.append(f"buffers {joined(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"
 
 
 def _position(reading: Reading) -> str:
     return f"batch {reading.batch:,} of epoch {reading.epoch}"
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    """``a, b and c``, or the first few and how many more there are."""
-    shown, more = list(names[:most]), len(names) - most
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def _steps(number: int) -> str:

@@ -108,7 +108,8 @@ class Action:
     """What the policy answers to a verdict: the rung of the ladder, and how many times it has been used.
 
     ``words`` is the name of the rung, as it describes itself. ``passed`` says of each rung below why it was not taken.
-    ``because`` is the reason of a halt for lack of progress, which does not ask the ladder.
+    ``because`` is the reason of a halt for lack of progress, which does not ask the ladder. ``then`` names the rung
+    that answers such a step when this one is used up; it is empty if that changes nothing.
     """
 
     response: Response
@@ -119,6 +120,7 @@ class Action:
     passed: tuple[str, ...] = ()
     because: str = ""
     words: str = ""
+    then: str = ""
 
     @property
     def changes_more(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,36 +16,59 @@ from nanguard.incidents.reader import Bundle, load
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.panel import panel
 from nanguard.records.printable import printable
+from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
-from nanguard.runlog.repeats import likeness
+from nanguard.replay.faults import Fault, Faults
 from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
     from nanguard.replay.rerun import Replayed
 
+_CONTENTS = (INCIDENT, RUN_LOG, "incidents")
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+def is_one(path: Path) -> bool:
+    """Whether a path is a run or an incident, and not a folder of runs."""
+    return path.is_file() or path.name == "incidents" or any((path / name).exists() for name in _CONTENTS)
 
 
 def find(path: Path) -> tuple[list[Path], bool]:
     """The incidents at a path, in order, and whether the path is a run.
 
-    A path is the folder of an incident, its ``incident.json``, the folder of a run, or its ``incidents``. Raises
-    ``BundleError`` for anything else.
+    A path is the folder of an incident, its ``incident.json``, the folder of a run, its log, or its ``incidents``.
+    Raises ``BundleError`` for anything else.
     """
     try:
+        if path.name == RUN_LOG and path.is_file():
+            return folders(path.parent), True
         if path.is_file() or (path / INCIDENT).exists():
             return [path], False
         if not path.exists():
             raise BundleError(f"{path}: there is no such file or folder")
-        if (path / "incidents").is_dir():
-            return folders(path), True
         if path.name == "incidents" and path.is_dir():
             return folders(path.parent), True
-        if (path / "run.jsonl").exists():
-            return [], True
+        if (path / "incidents").is_dir() or (path / RUN_LOG).exists():
+            return folders(path), True
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from None
     raise BundleError(f"{path}: this is neither a run nor an incident, as in runs/a/incidents/0001")
+
+
+def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> Iterator[str]:
+    """The text about these incidents, in parts. The one of which most is known comes first, in full.
+
+    With ``brief``, a few lines for each fault. ``run_dir`` is None for an incident that was asked for alone.
+    """
+    grouped = Faults()
+    for bundle in bundles:
+        grouped.add(bundle)
+    faults = grouped.best_first()
+    for place, fault in enumerate(faults if brief else faults[:1]):
+        text = fault.told(short(fault.best) if brief else long(fault.best))
+        yield f"\n{text}" if place else text
+    if run_dir is not None and not brief and len(faults) > 1:
+        yield f"\n{_others(faults[1:], run_dir, len(bundles))}"
 
 
 def short(bundle: Bundle) -> str:
@@ -74,52 +97,18 @@ def long(bundle: Bundle) -> str:
         raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
 
 
-@dataclass(slots=True)
-class RepeatedIncident:
-    """Incidents with the same fault. Only the newest is held."""
-
-    newest: Bundle
-    count: int
-    first_step: int
-
-    def told(self, text: str) -> str:
-        """The text about the newest, with a row under its headline that counts all of them."""
-        if self.count == 1:
-            return text
-        head, _, rest = text.partition("\n")
-        last = self.newest.outcome.verdict.reading.step
-        row = f"   repeated  {self.count:,} times, first at step {self.first_step:,}, last at step {last:,}"
-        return "\n".join(filter(None, [head, row, rest]))
-
-
-class RepeatedIncidents:
-    """Groups the incidents of a run by fault."""
-
-    def __init__(self) -> None:
-        self._by_likeness: dict[tuple[Any, ...], RepeatedIncident] = {}
-
-    def add(self, bundle: Bundle) -> None:
-        """Adds an incident. Its group moves to the end, so that the newest comes last. Raises ``BundleError``."""
-        try:
-            key, step = likeness(bundle.outcome), bundle.outcome.verdict.reading.step
-            fault = self._by_likeness.pop(key, None) or RepeatedIncident(newest=bundle, count=0, first_step=step)
-        except _WRONG as error:
-            raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
-        fault.newest, fault.count = bundle, fault.count + 1
-        self._by_likeness[key] = fault
-
-    def in_order(self) -> list[RepeatedIncident]:
-        return list(self._by_likeness.values())
-
-
 def as_dict(bundle: Bundle) -> dict[str, Any]:
     """The contents of ``incident.json`` without the data."""
     return {"path": str(bundle.path), **bundle.facts}
 
 
-def hint(paths: Sequence[Path], run_dir: Path) -> str:
-    """How to see one of several."""
-    return f"for one in full:  nanguard explain {shlex.quote(str(paths[0]))}    ({len(paths):,} in {run_dir})"
+def _others(faults: Sequence[Fault], run_dir: Path, num_incidents: int) -> str:
+    """The other faults of a run, a line for each, and how to see one of them in full."""
+    lines = []
+    for fault in faults:
+        lines += [f"  {fault.in_one_line()}", f"    nanguard explain {shlex.quote(str(fault.best.path))}"]
+    head = f"other faults ({num_incidents:,} incidents in {run_dir})"
+    return _clean("\n".join([head, *lines]))
 
 
 def nothing_in(run_dir: Path) -> str:
@@ -194,7 +183,8 @@ def _kept(bundle: Bundle) -> Iterator[str]:
         yield f"  {note}"
     if "batch" in bundle.captured or "samples" in bundle.captured:
         where = shlex.quote(str(bundle.path))
-        yield f"run it again:  nanguard replay {where} --entry your.module:build"
+        yield "run it again"
+        yield f"  nanguard replay {where} --entry train.py:build"
 
 
 def _clean(text: str) -> str:

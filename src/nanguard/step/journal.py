@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanguard.errors import NonFiniteError
 from nanguard.policy.divergence import Trend
+from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import halt_message
 from nanguard.records.steps import Action, Incident, Outcome, Progress, Reading, Verdict
 from nanguard.records.summary import closing_line
@@ -154,7 +155,7 @@ class Journal:
                 refused_in_a_row=self.refused_in_a_row,
                 num_not_kept=self.num_not_kept,
             )
-            log.warning("end of the run: %s; more: %s", told, self._where())
+            log.warning("%s", fitted(f"end of the run: {told}; more:\n  {self._where()}", terminal_width()))
         except Exception:
             log.exception("what became of the run could not be summed up")
 

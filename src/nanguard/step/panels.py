@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import panel
 from nanguard.records.steps import Incident, Outcome
 from nanguard.step.observers import Observer
@@ -37,7 +38,7 @@ class PanelLogger(Observer):
             row = self._in_a_row if self._in_a_row >= _A_ROW else 1
             level = logging.WARNING if self._in_a_row < _A_ROW or _is_round(self._in_a_row) else logging.INFO
             try:
-                text = panel(incident, self._path(), in_a_row=row)
+                text = fitted(panel(incident, self._path(), in_a_row=row), terminal_width())
             except Exception:  # one that cannot be described must not silence the next
                 what = outcome.action.response
                 log.exception("step %d: %s, which could not be described", incident.reading.step, what)

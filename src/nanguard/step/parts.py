@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,13 +40,19 @@ log = logging.getLogger("nanguard")
 _CAREFUL_STEPS = 1000
 
 
+def _fp32_fix(modules: Sequence[str]) -> str:
+    """In a loop with a ``Guard``; the whole model if there are no modules."""
+    return f"guard.keep_fp32({', '.join(map(repr, modules))})" if modules else 'Guard(..., precision="fp32")'
+
+
 @dataclass(slots=True)
 class StepParts:
     """What a step works with.
 
     ``microbatch_filter`` is None unless bad micro-batches are dropped. ``pending`` is the open step; ``begin``, ``end``
     and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
-    changed any more. Updates are checked until ``careful_until`` steps have been made.
+    changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the
+    code with which the user can keep modules in fp32.
     """
 
     state: TrainingState
@@ -67,6 +73,7 @@ class StepParts:
     num_steps: int = 0
     is_captured: bool = False
     careful_until: int = 0
+    fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
 
     @property
     def is_careful(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nanguard.records.markup import Child, tag
-from nanguard.records.panel import headline
+from nanguard.records.panel import noun as noun_of
 from nanguard.records.plain import plain
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def fault_in_words(fault: FaultGroup) -> str:
     diagnosis = fault.first.outcome.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
         return diagnosis.words
-    noun = f"a {headline(fault.first.outcome).partition(':')[0]}"
+    noun = f"a {noun_of(fault.first.outcome)}"
     if diagnosis is not None:
         return f"{noun} of unknown cause"
     return noun if fault.first.outcome.verdict.kind in ("damage", "divergence") else f"{noun} that was not examined"

@@ -1,0 +1,63 @@
+"""Finds runs: the newest one, and those in a folder."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from nanguard.errors import BundleError, RunLogError
+from nanguard.incidents.bundle import folders
+from nanguard.records.printable import printable
+from nanguard.records.run import RUN_LOG
+from nanguard.runlog.reader import read_run
+
+PARENTS = ("runs", "nanguard-runs")
+"""Where runs usually are: as in the documentation, and by default of ``nanguard run``."""
+
+
+def newest_run() -> Path:
+    """The run in ``runs/`` or ``nanguard-runs/`` that was written to last. Raises ``BundleError`` if there is none."""
+    found = [run for parent in PARENTS for run in runs_in(Path(parent))]
+    if not found:
+        where = " nor in ".join(f"{parent}/" for parent in PARENTS)
+        raise BundleError(f"there is no run in {where}: give the path of a run, as in nanguard explain runs/a")
+    return max(found, key=_written)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in a folder, also those one folder deeper, the one that was written to last at the end."""
+    try:
+        inside = [path for path in folder.iterdir() if path.is_dir()]
+        deeper = [path for each in inside if not _is_run(each) for path in each.iterdir() if path.is_dir()]
+        return sorted((path for path in (*inside, *deeper) if _is_run(path)), key=_written)
+    except OSError:
+        return []
+
+
+def in_one_line(run: Path) -> str:
+    """The name of a run, its steps and its incidents."""
+    num_saved = len(folders(run))
+    try:
+        log = read_run(run)
+    except RunLogError as error:
+        return f"{run}   {num_saved:,} saved incidents; its log cannot be read: {printable(str(error))}"
+    steps = max((record.step + 1 for record in log.steps), default=0)
+    told = [f"{steps:,} step{'s' * (steps != 1)}", f"{len(log.incidents):,} incident{'s' * (len(log.incidents) != 1)}"]
+    causes = dict.fromkeys(each.diagnosis.words for each in log.incidents if each.diagnosis is not None)
+    if causes:
+        told.append("; ".join(list(causes)[:3]) + (" and more" if len(causes) > 3 else ""))
+    return printable(f"{run}   {', '.join(told[:2])}{': ' + told[2] if causes else ''}")
+
+
+def command(run: Path) -> str:
+    """The command that explains a run."""
+    return f"nanguard explain {shlex.quote(str(run))}"
+
+
+def _is_run(path: Path) -> bool:
+    return (path / RUN_LOG).is_file() or (path / "incidents").is_dir()
+
+
+def _written(path: Path) -> float:
+    times = [file.stat().st_mtime for file in (path / RUN_LOG, path / "incidents") if file.exists()]
+    return max(times, default=0.0)
