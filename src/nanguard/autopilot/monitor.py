@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nanguard.autopilot.manual_update import ManualUpdate, holding, leaves_of
 from nanguard.autopilot.registry import Registry, hosted_step_of
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
+from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_of_leaves
@@ -182,11 +184,18 @@ class ProgramMonitor:
         return grads
 
     def step(
-        self, optimizer: Optimizer, call: Step | None, *, check_afterwards: bool = False, otherwise: Any = None
+        self,
+        optimizer: Optimizer,
+        call: Step | None,
+        *,
+        check_afterwards: bool = False,
+        otherwise: Any = None,
+        watched: WatchedClosure | None = None,
     ) -> Any:
         """The program calls ``step()``; ``call`` is None if its GradScaler has skipped the step.
 
-        With ``check_afterwards`` the step computes gradients itself. A step that is refused returns ``otherwise``.
+        With ``check_afterwards`` the step computes gradients itself, in the closure ``watched`` if there is one. A step
+        that is refused returns ``otherwise``.
         """
         self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
@@ -200,7 +209,7 @@ class ProgramMonitor:
                 hosted = self.registry.renew(hosted)
         try:
             if check_afterwards:
-                result = self._step_and_check(hosted, once)
+                result = self._step_and_check(hosted, once, watched)
             else:
                 self._tracer.stop()
                 with self._busy():
@@ -215,6 +224,28 @@ class ProgramMonitor:
             return once.result if once.is_called else once()
         self._tracer.start(self.hosted_steps)
         return result if once.is_called else otherwise
+
+    def step_with_closure(
+        self, optimizer: Optimizer, call: Callable[[Any], Any], closure: Closure, *, runs_first: bool
+    ) -> Any:
+        """The program calls ``step(closure)``. ``runs_first``: the optimizer is known to call it once, first of all.
+
+        Then it runs before the step is decided on, and the optimizer gets the loss that it returned.
+        """
+        self.guard_new_optimizers()
+        hosted = hosted_step_of(optimizer)
+        if hosted is None:
+            return call(closure)
+        if not (runs_first or hosted.runs_closure_first):
+            watched = WatchedClosure(closure)
+            return self.step(optimizer, functools.partial(call, watched), check_afterwards=True, watched=watched)
+        with torch.enable_grad():
+            loss = closure()
+        answered = AnsweredClosure(closure, loss)
+        result = self.step(optimizer, functools.partial(call, answered), otherwise=loss)
+        if answered.ran_again:
+            hosted.runs_closure_first = False
+        return result
 
     def num_calls(self, optimizer: Optimizer) -> int:
         """How often its ``step()`` was called."""
@@ -234,16 +265,19 @@ class ProgramMonitor:
             self._iteration.calls.clear()  # no other optimizer needs them, and they hold a batch
         return result
 
-    def _step_and_check(self, hosted: HostedStep, call: Step) -> Any:
+    def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
         with self._busy(), _compat.unwatched():
             backup = hosted.before_unchecked_step()
+            if watched is not None:
+                watched.before = backup
         self._coordinator.begin_iteration()
         result = call()
         self._tracer.stop()
         with self._busy():
             self._iteration.stepped.append(hosted)
             hosted.after_unchecked_step(backup, self._iteration)
+            hosted.learn_from(watched)
         return result
 
     def _step_manually(self, manual: ManualUpdate) -> None:

@@ -91,18 +91,18 @@ class Patches:
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
             call = functools.partial(original, optimizer, *args, **kwargs)
-            # Hooks may change gradients; an optimizer that is not torch's may call a closure at any time.
+            # Hooks may change gradients.
             has_hooks, traits = _compat.has_step_pre_hooks(optimizer), traits_of(optimizer)
-            if has_hooks or traits.needs_closure or (callable(closure) and not traits.calls_closure_once):
+            if has_hooks or traits.needs_closure:
                 return monitor.step(optimizer, call, check_afterwards=True)
             if not callable(closure):
                 return monitor.step(optimizer, call)
-            # Torch's optimizers call it once, before anything else. Its gradients have to be there before the decision;
-            # the optimizer then gets the loss that it returned.
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = (lambda: loss, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-            return monitor.step(optimizer, functools.partial(original, optimizer, *args, **kwargs), otherwise=loss)
+            others = {name: value for name, value in kwargs.items() if name != "closure"}
+
+            def call_with(closure: Any) -> Any:
+                return original(optimizer, closure, *args[1:], **others)
+
+            return monitor.step_with_closure(optimizer, call_with, closure, runs_first=traits.calls_closure_once)
 
         return step
 

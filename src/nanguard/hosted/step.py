@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nanguard import _compat
 from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
+from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_in_sight
@@ -135,6 +136,8 @@ class HostedStep:
         """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
         self.is_checked_afterwards = False
         """Whether the optimizer computes gradients inside ``step()``, so that it can only be checked afterwards."""
+        self.runs_closure_first = False
+        """Whether it was seen to call its closure once, before anything else: its steps can be checked before."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
         self._num_params = sum(len(group) for group in self.skippable.groups())
@@ -208,6 +211,7 @@ class HostedStep:
         """Continues the counts and the journal of one that knew fewer parameters."""
         self.parts.num_steps, self.parts.journal = other.parts.num_steps, other.parts.journal
         self.num_calls, self.grad_scaler = other.num_calls, other.grad_scaler
+        self.runs_closure_first = other.runs_closure_first
         self.parts.precision.use_scaler(other.parts.precision.scaler)
         self.examinations.live.take_over(other.examinations.live)
 
@@ -265,13 +269,6 @@ class HostedStep:
 
     def before_unchecked_step(self) -> CapturedUpdate:
         """For an optimizer that computes gradients inside ``step()``, so that nothing is known before."""
-        if not self.is_checked_afterwards:
-            self.is_checked_afterwards = True
-            log.warning(
-                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is "
-                "checked afterwards, and taken back if it made something non-finite",
-                type(self.optimizer).__name__,
-            )
         self.num_calls += 1
         self._pending()
         return self.parts.state.capture_update()
@@ -301,6 +298,17 @@ class HostedStep:
             verdict = Verdict(kind="healthy", reading=reading)
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
         self.open()
+
+    def learn_from(self, watched: WatchedClosure | None) -> None:
+        """After an unchecked step: whether those to come can be checked before, as ``watched`` has seen."""
+        self.runs_closure_first = watched is not None and watched.ran_once_and_first
+        if not self.runs_closure_first and not self.is_checked_afterwards:
+            self.is_checked_afterwards = True
+            log.warning(
+                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is "
+                "checked afterwards, and taken back if it made something non-finite",
+                type(self.optimizer).__name__,
+            )
 
     def _read_unchecked_step(self, pending: PendingStep, this: Iteration, *, is_spoiled: bool) -> Reading:
         losses = [float(loss) for loss in this.losses]

@@ -360,9 +360,12 @@ class CapturedUpdate:
         State that the step has made may start with Inf, for example as the best loss so far, but not with NaN.
         """
         live = self._written()
-        bad = [live[name] for name in nonfinite_names(live)]
-        bad = [tensor for tensor in bad if id(tensor) not in self._bad_before]
+        bad = [live[name] for name in nonfinite_names(live) if id(live[name]) not in self._bad_before]
         return any(id(tensor) in self._known or bool(torch.isnan(tensor).any()) for tensor in bad)
+
+    def is_unchanged(self) -> bool:
+        """Whether parameters and optimizer state hold the same values as then. Syncs."""
+        return all(name in self._copies and torch.equal(t, self._copies[name]) for name, t in self._written().items())
 
     @torch.no_grad()
     def put_back(self) -> None:
