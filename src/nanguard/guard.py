@@ -171,6 +171,7 @@ class Guard:
             raise ProtocolError(
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
+        self._engine.taper.stop()
         if torch.is_grad_enabled():
             pending = pending or self._engine.open(rerunnable=False, divisor=self._engine.accumulate)
             self._parts.begin_microbatch(pending)
@@ -266,7 +267,7 @@ class Guard:
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Does not sync."""
-        from nanguard.records.guard_html import guard_html
+        from nanguard.records.guard_html import guard_html  # only a notebook needs it
 
         return guard_html(
             counts=self.counts,

@@ -11,20 +11,17 @@ from torch import nn
 
 from nanguard import _compat
 from nanguard.state.names import unwrapped
-from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.calls import CallRecorder
 
 
 class CallListener:
     """Listens to the outermost modules, and to the children of one that is never called itself.
 
-    ``begins`` is called before such a call with the identity of the outermost module. ``opens`` returns the list that
-    calls are recorded in, or None if they are not recorded now.
+    ``begins`` is called before such a call with the identity of the outermost module.
     """
 
-    def __init__(
-        self, begins: Callable[[int], None], opens: Callable[[], list[Call] | None], recorder: CallRecorder
-    ) -> None:
-        self._begins, self._opens, self._recorder = begins, opens, recorder
+    def __init__(self, begins: Callable[[int], None], recorder: CallRecorder) -> None:
+        self._begins, self._recorder = begins, recorder
         self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._called: set[int] = set()
         self._wrapped: dict[type[nn.Module], Any] = {}
@@ -91,10 +88,13 @@ class CallListener:
     def _record(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._begins(self._listed[id(module)][1])
         self._called.add(id(module))
-        self._recorder.enter(module, args, kwargs)
-        output = original(module, *args, **kwargs)
+        call = self._recorder.enter(module, args, kwargs)
+        if call is not None:
+            call.module = unwrapped(module)
+        try:
+            output = original(module, *args, **kwargs)
+        except BaseException:
+            self._recorder.raised()
+            raise
         self._recorder.leave(module, args, output)
-        calls = self._opens()
-        if calls:
-            calls[-1].module = unwrapped(module)
         return output

@@ -28,6 +28,8 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.rng import RngState
 from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.tape import Tape
+from nanguard.step.tape_recorder import TapeRecorder
 
 log = logging.getLogger("nanguard")
 
@@ -43,8 +45,10 @@ class ProgramMonitor:
         self._is_closed = False
         self._is_in_backward = False
         self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
-        self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu")
-        self._listener = CallListener(self.before_forward, self._open_calls, self._recorder)
+        self._is_taping = settings.diagnose != "off"
+        self._taper = TapeRecorder(self._random_states, "cpu")
+        self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self._taper)
+        self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone)
 
     # ---- what the program does -----------------------------------------------------------------------------------
@@ -73,8 +77,12 @@ class ProgramMonitor:
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
+        roots: list[Any] = []
         with self._at_work("a new optimizer could not be examined"):
-            self._listener.listen(self.registry.expect(optimizer))
+            roots = self.registry.expect(optimizer)
+            self._listener.listen(roots)
+        if not (roots or self.hosted_steps):  # bare tensors: there is no call of a module to begin at
+            self._begin_taping(self._iteration.tape)
 
     def guard_new_optimizers(self) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
@@ -99,21 +107,29 @@ class ProgramMonitor:
                     self._coordinator.before_forward(hosted)
                 else:
                     hosted.before_evaluation()
+        if is_training:
+            self._begin_taping(self._iteration.tape)
 
     def _attach(self, hosted: HostedStep | None) -> None:
         """Listens to the modules that a new hosted step trains."""
         if hosted is not None:
             self._listener.listen(hosted.roots)
-            self._recorder.device = hosted.parts.state.device.type
+            self._recorder.device = self._taper.device = hosted.parts.state.device.type
             self._tracer.start(self.hosted_steps)
 
-    def after_forward(self, tensors: Any) -> None:
-        """The program is about to compute gradients of these."""
+    def stop_taping(self) -> None:
+        """A backward pass is about to begin."""
+        self._taper.stop()
+
+    def after_forward(self, tensors: Any, gradients: Any = None) -> None:
+        """The program is about to compute gradients of these; ``gradients`` are those that it begins with."""
+        self._taper.stop()
         self.guard_new_optimizers()
         self._tracer.resume()
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
             self._coordinator.after_forward(losses)
+            self._taper.note_losses(*_roots(tensors, gradients))
             if self._has_no_optimizer and losses:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves_of(losses))
@@ -159,10 +175,12 @@ class ProgramMonitor:
         """The program is about to call ``torch.autograd.grad``, which frees the graph."""
         losses = _losses(outputs)
         if not self._with_optimizer:
+            self._taper.stop()
             with self._at_work("a loss could not be examined"), _compat.unwatched():
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
                 self._coordinator.examine_graph(losses)
+                self._taper.note_losses(*_roots(outputs, None))
 
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
@@ -197,6 +215,7 @@ class ProgramMonitor:
         With ``check_afterwards`` the step computes gradients itself, in the closure ``watched`` if there is one. A step
         that is refused returns ``otherwise``.
         """
+        self._taper.stop()
         self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
@@ -223,6 +242,7 @@ class ProgramMonitor:
             self.registry.remove(hosted)
             return once.result if once.is_called else once()
         self._tracer.start(self.hosted_steps)
+        self._tape_bare_tensors()
         return result if once.is_called else otherwise
 
     def step_with_closure(
@@ -295,6 +315,7 @@ class ProgramMonitor:
                 if self._iteration.refused:
                     manual.clear_gradients()
         self._tracer.start(self.hosted_steps)
+        self._tape_bare_tensors()
 
     @property
     def hosted_steps(self) -> list[HostedStep]:
@@ -326,6 +347,19 @@ class ProgramMonitor:
         hosted_steps = self.hosted_steps
         return hosted_steps[0].random_states() if hosted_steps else None
 
+    def _begin_taping(self, tape: Tape) -> None:
+        if self._is_taping and not self.is_idle and not self.is_nested and self._tracer.live is None:
+            self._taper.begin(tape, keeps_older=len(self.hosted_steps) > 1)
+
+    def _tape_bare_tensors(self) -> None:
+        """After a step of a program that has called no module in it: the tape goes on at once."""
+        has_modules = bool(self._iteration.noted)
+        if len(self.hosted_steps) == 1:
+            self._taper.forget()
+        if not has_modules:
+            self._coordinator.next_tape = self._coordinator.next_tape or Tape()
+            self._begin_taping(self._coordinator.next_tape)
+
     def _has_begun_step(self) -> bool:
         """Whether a module was called with gradients since an optimizer last stepped."""
         return bool(self._iteration.calls) and not self._iteration.stepped
@@ -342,6 +376,7 @@ class ProgramMonitor:
         if self._is_closed or not self.children.is_parent:
             return
         self._tracer.stop()
+        self._taper.forget()
         self._is_busy = True
         self.registry.close()
         self._listener.stop()
@@ -355,14 +390,17 @@ class ProgramMonitor:
     def _leave_alone(self) -> None:
         """In a forked process, such as a worker of a DataLoader."""
         self._tracer.stop()
+        self._taper.forget()
         self._is_closed = True
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         before, self._is_busy = self._is_busy, True
+        was_taping = self._taper.pause()
         try:
             yield
         finally:
+            self._taper.go_on(was_taping)
             self._is_busy = before
 
     @contextlib.contextmanager
@@ -381,6 +419,13 @@ def _losses(tensors: Any) -> list[Tensor]:
     """Those of the tensors to differentiate that are single numbers."""
     several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
+
+
+def _roots(tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """What a backward pass begins at, and with which gradients."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    return roots, given if len(given) == len(roots) else [None] * len(roots)
 
 
 def _is_trained(leaf: Any, grad: Any) -> bool:

@@ -33,6 +33,7 @@ class Patches:
         self._replace(Optimizer, "__setstate__", self._made)  # of copies and pickles
         self._replace(nn.Module, "__init__", self._module_made)
         self._replace(nn.Module, "__setstate__", self._module_made)
+        self._replace(Tensor, "backward", self._tensor_backward)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
         self._replace(BaseProcess, "start", self._start)
@@ -106,6 +107,16 @@ class Patches:
 
         return step
 
+    def _tensor_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        monitor = self._monitor
+
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if not _compat.is_recording():
+                monitor.stop_taping()  # before torch tells its modes of this call: inside it they cannot be left
+            original(tensor, *args, **kwargs)
+
+        return backward
+
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         monitor = self._monitor
 
@@ -114,7 +125,7 @@ class Patches:
                 monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return
-            monitor.after_forward(tensors)
+            monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
             with monitor.in_backward():
                 original(tensors, *args, **kwargs)
             monitor.after_backward(tensors)

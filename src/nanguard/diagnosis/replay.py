@@ -16,6 +16,7 @@ from nanguard import _compat
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
+from nanguard.diagnosis.taped import TapedRun
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_states, tensors_by_kind
 from nanguard.source.frames import runs_user_code
@@ -150,7 +151,8 @@ class Replay:
     ) -> bool:
         """True if loss and gradients are finite with modules in fp32 (``[""]``: the whole model), or on samples."""
         pending = self.pending
-        if samples is not None and self.parts.state.device.type != "cpu":
+        is_taped = any(isinstance(micro.loss_fn, TapedRun) for micro in pending.microbatches)
+        if samples is not None and (self.parts.state.device.type != "cpu" or is_taped):
             samples = filled(samples, num)
         if samples is not None:
             micros = [replace(m, batch=take(m.batch, samples, num)) for m in pending.microbatches]

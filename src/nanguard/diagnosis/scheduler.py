@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from nanguard.diagnosis import graph_probe
+from nanguard.diagnosis import graph_probe, taped
 from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
@@ -33,6 +33,7 @@ How = Literal["auto", "full", "brief", "off"]
 Kind = tuple[str, ...]
 
 _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
+_FINITE_AGAIN = "all torch calls of the step were made again, in the model and around it, and gave finite values"
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
@@ -174,6 +175,9 @@ class DiagnosisScheduler:
         diagnosis = self._examiner.examine_update(pending, reading, past) if update else None
         if diagnosis is not None:
             return diagnosis
+        diagnosis, notes = self._of_tape(pending, reading, past)
+        if diagnosis is not None:
+            return diagnosis
         if pending.calls:
             try:
                 diagnosis = self._of_calls(pending, reading, past)
@@ -181,8 +185,25 @@ class DiagnosisScheduler:
                 log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
             told = None if pending.graph_finding is None else self._by_its_graph(pending, reading, past)
-            return self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
-        return diagnosis
+            diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
+        return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+    def _of_tape(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
+        """Make all calls of the step again. Without a result, the notes say why."""
+        if pending.tape is None:
+            return None, ()
+        try:
+            micros, obstacles = taped.microbatches(pending, self._parts.state)
+            if not micros:
+                return None, obstacles
+            again = replace(pending, rerunnable=True, microbatches=micros)
+            diagnosis = self._examiner.examine(again, reading, past, self._is_deep)
+        except Exception as error:
+            log.info("the calls of step %d could not be made again", reading.step, exc_info=True)
+            return None, (f"the torch calls of the step could not be made again: {error!s:.160}",)
+        if diagnosis is None or not diagnosis.repeats:
+            return None, (*obstacles, *(() if obstacles else (_FINITE_AGAIN,)))
+        return replace(diagnosis, capture="tape"), ()
 
     def _by_its_graph(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
         diagnosis = graph_probe.read(pending.graph_finding, self._parts, self._examiner, pending, reading, past)

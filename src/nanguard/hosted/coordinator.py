@@ -13,6 +13,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
 from nanguard.source.frames import calling_line
+from nanguard.step.tape import Tape
 
 _FEW = 8
 _MOST_LOSSES = 256
@@ -24,6 +25,8 @@ class StepCoordinator:
     def __init__(self, hosted_steps: Callable[[], list[HostedStep]]) -> None:
         self._hosted_steps = hosted_steps
         self.iteration = Iteration()
+        self.next_tape: Tape | None = None
+        """For the next iteration, if its first torch calls are made before it begins."""
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
@@ -31,7 +34,8 @@ class StepCoordinator:
             together = frozenset(map(id, self.iteration.stepped))
             for hosted in self.iteration.stepped:
                 hosted.stepped_together = together
-            self.iteration = Iteration()
+            self.iteration = Iteration() if self.next_tape is None else Iteration(tape=self.next_tape)
+            self.next_tape = None
 
     def before_forward(self, hosted: HostedStep) -> None:
         """A module that ``hosted`` trains is about to be called, with gradients on."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nanguard.step.calls import Call
+from nanguard.step.tape import Tape
 
 if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
@@ -19,7 +20,8 @@ class Iteration:
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
-    of scaled gradients. ``live`` is the trace, if there is one; ``graph_finding`` what the graph of a bad loss shows.
+    of scaled gradients. ``tape`` has the torch calls outside modules. ``live`` is the trace, if there is one;
+    ``graph_finding`` what the graph of a bad loss shows.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -29,5 +31,6 @@ class Iteration:
     stepped: list[HostedStep] = field(default_factory=list)
     unapplied: list[HostedStep] = field(default_factory=list)
     refused: bool = False
+    tape: Tape = field(default_factory=Tape)
     live: Any = None
     graph_finding: Any = None

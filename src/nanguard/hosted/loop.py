@@ -36,6 +36,7 @@ from nanguard.step.calls import Call, CallRecorder
 from nanguard.step.observers import Observer
 from nanguard.step.optimizers import check_optimizers
 from nanguard.step.parts import check_loss
+from nanguard.step.tape_recorder import TapeRecorder
 from nanguard.wiring import introduce
 
 log = logging.getLogger("nanguard")
@@ -122,7 +123,10 @@ class HostedLoop:
             introduce(hosted.parts, asked_precision="the host's own", sync=hosted.sync, joins=place > 0)
             hosted.open()
         self._coordinator = StepCoordinator(lambda: self._steps)
-        self._recorder = CallRecorder(self._open_calls, self._random_states, self._steps[0].parts.state.device.type)
+        kind = self._steps[0].parts.state.device.type
+        self._taper = TapeRecorder(self._random_states, kind)
+        self._recorder = CallRecorder(self._open_calls, self._random_states, kind, self._taper)
+        self._is_taping = diagnose != "off"
         if diagnose != "off":
             self._recorder.listen(model)
         self._is_closed = False
@@ -136,6 +140,7 @@ class HostedLoop:
         """
         self._check_open("before_forward")
         is_training = torch.is_grad_enabled()
+        self._taper.stop()
         for hosted in self._steps:
             if is_training:
                 self._coordinator.before_forward(hosted)
@@ -143,6 +148,8 @@ class HostedLoop:
                 hosted.before_evaluation()
         if is_training and batch is not None:
             self._coordinator.iteration.batches.append(batch)
+        if is_training and self._is_taping:
+            self._taper.begin(self._coordinator.iteration.tape, keeps_older=len(self._steps) > 1)
 
     def after_forward(self, loss: Tensor) -> None:
         """The host is about to call ``backward()`` on this loss, or on the loss multiplied by a scale or a share.
@@ -150,7 +157,9 @@ class HostedLoop:
         Does not sync on a GPU.
         """
         self._check_open("after_forward")
+        self._taper.stop()
         check_loss(loss)
+        self._taper.note_losses([loss])
         self._coordinator.after_forward([loss])
 
     def measure(self, optimizer: Optimizer, *, grad_scaler: Any = None) -> None:
@@ -177,6 +186,7 @@ class HostedLoop:
 
         Raises ``NonFiniteError`` if the policy halts the run. Gradients of a skipped step are the host's to clear.
         """
+        self._taper.stop()
         hosted = self._hosted(optimizer, "step")
         is_scaled = self._use_scaler(hosted, grad_scaler)
         result = self._coordinator.step(hosted, optimizer.step if call is None else call)
@@ -195,6 +205,7 @@ class HostedLoop:
         if self._is_closed:
             return
         self._is_closed = True
+        self._taper.forget()
         self._recorder.stop()
         for hosted in self._steps:
             hosted.close()

@@ -260,7 +260,7 @@ class HostedStep:
         finally:
             self.skippable.give_back()
         if self.sync == "eager":
-            pending.calls, pending.last_seen = [], None  # it is over, and they hold a batch
+            pending.calls, pending.last_seen, pending.tape = [], None, None  # it is over, and they hold a batch
             last = self.parts.journal.last
             self.was_applied = last is not None and last is not before and last.applied
         this.refused = this.refused or self._was_refused()
@@ -356,6 +356,7 @@ class HostedStep:
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
         pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
+        pending.tape = this.tape if this.tape.losses else None
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""

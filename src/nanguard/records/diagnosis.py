@@ -18,9 +18,10 @@ gradients, non-finite update."""
 Confidence = Literal["certain", "likely", "guess"]
 """``certain``: an experiment on this step confirms it. ``likely``: the values say so. ``guess``: weak evidence."""
 
-Capture = Literal["step", "module", "live", "update", "graph", "none"]
-"""What was examined: a replay of the whole ``step``; a replay of the outermost ``module`` from its inputs and the
-gradient of its output; a ``live`` trace of the step; the optimizer's ``update``; the autograd ``graph``; ``none``."""
+Capture = Literal["step", "tape", "module", "live", "update", "graph", "none"]
+"""What was examined: a replay of the whole ``step``; a replay of its calls from a ``tape``; a replay of the outermost
+``module`` from its inputs and the gradient of its output; a ``live`` trace of the step; the optimizer's ``update``; the
+autograd ``graph``; ``none``."""
 
 Depth = Literal["full", "brief"]
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _CAPTURED = {
     "step": "the whole step was replayed",
+    "tape": "the calls of the model, and the torch calls around it, were made again",
     "module": "the model was replayed from its captured inputs and the gradient of its output",
     "live": "the step was traced as it ran",
     "graph": "the loss was taken apart before its backward pass; the line was found by reading the program",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -44,6 +45,7 @@ _DEMO = os.path.join(_NANGUARD, "demo", "")
 _STDLIB = {str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")}
 _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 _BOUNDARIES: set[CodeType] = set()
+_STAND_IN: list[tuple[str, int, str] | None] = [None]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,7 +110,19 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
             break
         frame = frame.f_back
     by_engine = in_engine and not recomputes
+    if not by_engine:
+        lesser = lesser or _STAND_IN[-1]
     return Site(place or lesser, module, home, by_engine=by_engine, in_user_code=by_engine and place is not None)
+
+
+@contextlib.contextmanager
+def standing_in(place: Place | None) -> Iterator[None]:
+    """Code of nanguard that runs inside calls torch in the place of this line of the program."""
+    _STAND_IN.append(place)
+    try:
+        yield
+    finally:
+        _STAND_IN.pop()
 
 
 def calling_line() -> Place | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from nanguard import _compat
 from nanguard.source.frames import Place, calling_line
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors
+
+if TYPE_CHECKING:
+    from nanguard.step.tape_recorder import TapeRecorder
 
 _MOST_CALLS = 16
 _LARGEST_GRADIENT = 32 << 20
@@ -50,7 +53,7 @@ class Call:
 
     def again(self, model: nn.Module) -> Tensor:
         """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
-        args, kwargs = _cut_off(self.args), _cut_off(self.kwargs)
+        args, kwargs = cut_off(self.args), cut_off(self.kwargs)
         outputs = list(_outputs((self.module or model)(*args, **kwargs)))
         if any(not bool(torch.isfinite(output.detach()).all()) for output in outputs):
             self.gave_nonfinite = True
@@ -60,10 +63,16 @@ class Call:
             if gradient is None:
                 parts.append((output if output.is_complex() else output.float()).sum())
             else:
-                parts.append(_Given.apply(output, gradient.detach()))  # type: ignore[no-untyped-call]
+                parts.append(with_gradient(output, gradient))
         if not parts:
             raise ValueError("the model gave no tensor that a gradient could reach")
         return torch.stack([part.real if part.is_complex() else part for part in parts]).sum()
+
+
+def with_gradient(output: Tensor, gradient: Tensor) -> Tensor:
+    """A zero whose backward pass gives ``output`` this gradient."""
+    zero: Tensor = _Given.apply(output, gradient.detach())  # type: ignore[no-untyped-call]
+    return zero
 
 
 class _Given(torch.autograd.Function):
@@ -83,12 +92,18 @@ class CallRecorder:
     """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
 
     ``opens`` gives the list to write to, or None if calls are not to be recorded now; ``note`` gives the random states.
+    ``taper`` writes a tape, on which a call is one row.
     """
 
     def __init__(
-        self, opens: Callable[[], list[Call] | None], note: Callable[[], RngState | None], device: str
+        self,
+        opens: Callable[[], list[Call] | None],
+        note: Callable[[], RngState | None],
+        device: str,
+        taper: TapeRecorder | None = None,
     ) -> None:
-        self._opens, self._note, self.device = opens, note, device
+        self._opens, self._note, self.device, self._taper = opens, note, device, taper
+        self._taped: list[tuple[Call, Any, Any, bool]] = []
         self._undo: list[Callable[[], Any]] = []
 
     def listen(self, model: nn.Module) -> None:
@@ -108,16 +123,36 @@ class CallRecorder:
             undo()
         self._undo = []
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The record of this call; None if there is none."""
         calls = self._opens()
-        if calls is None or not torch.is_grad_enabled():
-            return
-        if len(calls) >= _MOST_CALLS:
-            del calls[0]
+        is_recorded = calls is not None and torch.is_grad_enabled()
+        is_taped = self._taper is not None and self._taper.may_call()
+        if not is_recorded and not is_taped:
+            return None
         mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        calls.append(Call(args, kwargs, self._note(), mode, place=calling_line()))
+        call = Call(args, kwargs, self._note(), mode, place=calling_line())
+        if is_recorded and calls is not None:
+            if len(calls) >= _MOST_CALLS:
+                del calls[0]
+            calls.append(call)
+        if is_taped and self._taper is not None:
+            self._taped.append((call, *self._taper.before_module(args, kwargs)))
+        return call
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._save_gradients(output)
+        if self._taped and self._taper is not None:
+            call, given, named, was_on = self._taped.pop()
+            self._taper.go_on(was_on)
+            self._taper.after_module(call, given, named, output)
+
+    def raised(self) -> None:
+        """A call has not returned."""
+        if self._taped and self._taper is not None:
+            self._taper.go_on(self._taped.pop()[-1])
+
+    def _save_gradients(self, output: Any) -> None:
         calls = self._opens()
         if not calls or not torch.is_grad_enabled():
             return
@@ -133,7 +168,7 @@ class CallRecorder:
 class _Hook:
     """Does nothing in copies, in pickles, and while torch records the program (``torch.compile``, ``torch.jit``)."""
 
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
@@ -173,7 +208,7 @@ class _Saver:
         self._into[self._place] = gradient
 
 
-def _cut_off(tree: Any) -> Any:
+def cut_off(tree: Any) -> Any:
     """Detaches tensors that other modules have made: their graph has been freed."""
     return mapped(tree, lambda t: t.detach().requires_grad_() if isinstance(t, Tensor) and not t.is_leaf else None)
 

@@ -29,6 +29,8 @@ from nanguard.step.measurement import MeasurementLayout
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
 from nanguard.step.protocols import Mode, Responder
+from nanguard.step.tape import Tape
+from nanguard.step.tape_recorder import TapeRecorder
 
 log = logging.getLogger("nanguard")
 
@@ -57,8 +59,10 @@ class StepEngine:
         self.mode: Mode = self.late or Eager(parts, recovery)
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
         self._left_early = False
-        self._recorder = CallRecorder(self._open_calls, self._note_random_states, parts.state.device.type)
-        self._records_calls = records_calls
+        kind = parts.state.device.type
+        self.taper = TapeRecorder(self._note_random_states, kind)
+        self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self.taper)
+        self._records_calls = self._is_taping = records_calls
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class StepEngine:
 
     def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
         """Begins a step: processes the readings that are due, then notes what the step may change."""
+        self.taper.forget()
         if not self.parts.is_capturing:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
@@ -127,13 +132,19 @@ class StepEngine:
         if self._records_calls:
             self._records_calls = False
             self._recorder.listen(self.parts.state.model)
+        pending = self.parts.pending
+        if self._is_taping and pending is not None and not self.parts.is_capturing:
+            pending.tape = pending.tape or Tape()
+            self.taper.begin(pending.tape)
         with self._giving_memory_back(), self.recovery.tracer.watching(), self.parts.precision.autocast():
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """Runs one backward pass of the user's own loop."""
         tracer = self.recovery.tracer
+        self.taper.stop()
         if isinstance(loss, Tensor):
+            self.taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
         with self._giving_memory_back(), tracer.watching():
             self.parts.backward(pending, loss)
@@ -154,6 +165,7 @@ class StepEngine:
 
     def finish(self, pending: PendingStep) -> None:
         self.parts.end()
+        self.taper.forget()
         pending.last_batch = self._position
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)

@@ -17,6 +17,7 @@ from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
 from nanguard.step.measurement import EMPTY_LAYOUT, MeasuredValues, MeasurementLayout
+from nanguard.step.tape import Tape
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -56,9 +57,9 @@ class PendingStep:
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
     position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
-    loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, and
-    ``live`` is how the step ran, if it was traced. ``measured`` is set if it was measured before it was finished,
-    ``verdict`` once its reading has been judged.
+    loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, ``tape``
+    has the torch calls around it, and ``live`` is how the step ran, if it was traced. ``measured`` is set if it was
+    measured before it was finished, ``verdict`` once its reading has been judged.
     """
 
     step: int
@@ -87,6 +88,7 @@ class PendingStep:
     latches: bool = True
     is_spoiled: bool = False
     calls: list[Call] = field(default_factory=list)
+    tape: Tape | None = None
     live: Any = None
     graph_finding: Any = None
 

@@ -1,0 +1,92 @@
+"""The private names of torch that the tape of a step depends on, as ``_compat`` has the others."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext, _device_constructors
+
+
+def enter_function_mode(mode: Any) -> None:
+    """Puts a function mode below all others of this thread, so that leaving theirs never leaves ours.
+
+    Torch wants the context of ``torch.set_default_device`` to be the lowest one: ours comes right above it.
+    """
+    if not torch._C._len_torch_function_stack():
+        torch._C._push_on_torch_function_stack(mode)
+        return
+    above = _popped_function_modes()
+    if above and isinstance(above[-1], DeviceContext):
+        torch._C._push_on_torch_function_stack(above.pop())
+    for each in (mode, *reversed(above)):
+        torch._C._push_on_torch_function_stack(each)
+
+
+def leave_function_mode(mode: Any) -> bool:
+    """Takes a function mode out, also from below others.
+
+    False if it is not there: while it handles a call, torch holds it aside.
+    """
+    modes = _popped_function_modes()
+    for each in reversed(modes):
+        if each is not mode:
+            torch._C._push_on_torch_function_stack(each)
+    return any(each is mode for each in modes)
+
+
+def _popped_function_modes() -> list[Any]:
+    """All function modes of this thread, the innermost first."""
+    return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+
+
+def takes_default_device(function: Any) -> bool:
+    """Whether a function that is called now without a device is given that of ``with torch.device(...)``."""
+    return bool(torch._C._len_torch_function_stack()) and function in _device_constructors()
+
+
+num_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+are_functions_transformed: Any = torch._C._are_functorch_transforms_active
+"""Inside ``torch.func.grad``, ``vmap`` and others: tensors there have no value of their own."""
+
+
+def on_compiled_calls(entered: Any, left: Any) -> Any:
+    """Calls ``entered`` before compiled code is looked up or run, and ``left`` after it, each with torch's frame.
+
+    Returns what undoes that; None if ``torch.compile`` was not used so far, False if this torch cannot tell.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return None
+    original = getattr(dynamo, "_maybe_set_eval_frame", None)
+    if original is None:
+        return False
+
+    def set_eval_frame(callback: Any) -> Any:
+        if callback is None or callback is False:
+            before = original(callback)
+            left(sys._getframe(1))
+            return before
+        entered(sys._getframe(1))
+        return original(callback)
+
+    dynamo._maybe_set_eval_frame = set_eval_frame
+
+    def undo() -> None:
+        if dynamo._maybe_set_eval_frame is set_eval_frame:
+            dynamo._maybe_set_eval_frame = original
+
+    return undo
+
+
+is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often the tensor was written to in place; None if torch does not count. As quick as possible."""
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return None

@@ -1,0 +1,178 @@
+"""Make the calls on a tape again: the model's, and the torch calls around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.source.frames import standing_in
+from nanguard.state.training_state import TrainingState
+from nanguard.state.trees import mapped, named_tensors
+from nanguard.step.calls import cut_off, with_gradient
+from nanguard.step.pending import Microbatch, PendingStep
+from nanguard.step.tape import (
+    Drawn,
+    Made,
+    Outside,
+    Row,
+    Tape,
+    TapedLoss,
+    Unseen,
+    changed,
+    filled_in,
+    name_of,
+    results_of,
+    tokens,
+)
+
+_KEEPS_COUNT = frozenset(("batch_norm", "instance_norm"))
+"""Functions that write to some of their arguments without that torch counts it."""
+
+
+class TapedRun:
+    """A loss function: makes the calls that one backward pass depends on, and returns its loss.
+
+    The batch is a dict of the tensors from outside. A value that was left out of it is taken from the tape.
+    """
+
+    def __init__(self, tape: Tape, loss: TapedLoss, keys: dict[int, str], state: TrainingState) -> None:
+        self._tape, self._loss, self._keys, self._device = tape, loss, keys, state.device
+        self._numbers = tape.needed((*loss.roots, *loss.gradients), loss.last)
+
+    @property
+    def rows(self) -> list[Row | None]:
+        """Those that are needed; None for one that is no longer on the tape."""
+        return [self._tape.row(number) for number in self._numbers]
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        made: dict[int, list[Tensor]] = {}
+
+        def value_of(token: Any) -> Any:
+            if isinstance(token, Made):
+                return made[token.number][token.place]
+            if isinstance(token, Drawn):
+                generator = torch.Generator(token.device)
+                generator.set_state(token.state)
+                return generator
+            key = self._keys.get(id(token.tensor))
+            return token.tensor if key is None else batch[key]
+
+        for number, row in zip(self._numbers, self.rows, strict=True):
+            assert row is not None
+            made[number] = self._run(row, model, value_of)
+        losses = [value_of(root) for root in self._loss.roots]
+        gradients = [None if each is None else value_of(each) for each in self._loss.gradients]
+        gradients += [None] * (len(losses) - len(gradients))
+        parts = [
+            loss.reshape(()) if gradient is None else with_gradient(loss, gradient)
+            for loss, gradient in zip(losses, gradients, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def _run(self, row: Row, model: nn.Module, value_of: Any) -> list[Tensor]:
+        if row.rng is not None:
+            row.rng.restore(self._device)
+        with standing_in(row.place), torch.set_grad_enabled(row.is_grad_enabled), self._autocast(row):
+            if row.call is not None:
+                args, kwargs = _given_to_module(row, value_of)
+                return results_of(row, args, (row.call.module or model)(*args, **kwargs))
+            args, kwargs = filled_in(row.args, value_of), filled_in(row.kwargs, value_of)
+            if name_of(row.function) in _KEEPS_COUNT:
+                args, kwargs = mapped((args, kwargs), lambda leaf: _copied(leaf, row.args))
+            return results_of(row, args, row.function(*args, **kwargs))
+
+    def _autocast(self, row: Row) -> contextlib.AbstractContextManager[Any]:
+        """As it was, unless the whole step is run in fp32."""
+        enabled, dtype = row.autocast
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind) and self.is_autocast[0]:
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=enabled)
+
+    @property
+    def is_autocast(self) -> tuple[bool, torch.dtype]:
+        """Whether any call ran under autocast, and in which format."""
+        formats = [row.autocast[1] for row in self.rows if row is not None and row.autocast[0]]
+        return (True, formats[0]) if formats and formats[0] is not None else (False, torch.bfloat16)
+
+
+def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Microbatch], tuple[str, ...]]:
+    """One for each backward pass that can be made again, and why others cannot be."""
+    tape = pending.tape
+    assert tape is not None
+    trained = {id(tensor) for tensor in (*state.parameters().values(), *state.buffers().values())}
+    names = {id(tensor): name for name, tensor in named_tensors(pending.last_seen, "batch")}
+    micros, obstacles = [], []
+    for loss in tape.losses:
+        inputs: dict[str, Tensor] = {}
+        keys: dict[int, str] = {}
+        run = TapedRun(tape, loss, keys, state)
+        obstacle = _obstacle(run, tape, loss, trained)
+        if obstacle is not None:
+            obstacles.append(f"the torch calls of the step could not be made again: {obstacle}")
+            continue
+        for tensor, row, place in _inputs(run, trained):
+            if id(tensor) not in keys:
+                name = names.get(id(tensor)) or f"{row.name}, argument {place}"
+                keys[id(tensor)] = name if name not in inputs else f"{name} ({len(inputs)})"
+                inputs[keys[id(tensor)]] = tensor
+        micros.append(Microbatch(run, inputs, None, reduce_gradients=False, autocast=run.is_autocast))
+    return micros, tuple(dict.fromkeys(obstacles))
+
+
+def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, Row, int]]:
+    """The tensors from outside that are not trained, each with the call that it is given to."""
+    for row in run.rows:
+        if row is not None:
+            for place, token in enumerate(_tokens(row)):
+                is_outside = isinstance(token, Outside) and id(token.tensor) not in trained
+                if is_outside and not isinstance(token.tensor, nn.Parameter):
+                    yield token.tensor, row, place
+
+
+def _obstacle(run: TapedRun, tape: Tape, loss: TapedLoss, trained: set[int]) -> str | None:
+    """Which call cannot be made again, and why; None if all can."""
+    if any(isinstance(root, Unseen) for root in (*loss.roots, *loss.gradients)):
+        return "the loss was made by code that torch does not tell of" + (", or long before" if tape.was_cut else "")
+    for row in run.rows:
+        if row is None:
+            return "there were too many of them to keep"
+        for token in _tokens(row):
+            where = f"{row.name}{_at(row)}"
+            if isinstance(token, Unseen):
+                return f"{where} was given a tensor from code that torch does not tell of, or from an earlier step"
+            if isinstance(token, Outside) and id(token.tensor) not in trained and changed(token):
+                return f"{where} was given a tensor that has been changed in place since"
+    return None
+
+
+def _at(row: Row) -> str:
+    place = row.place
+    return "" if place is None else f" ({place[0].rpartition('/')[2]}:{place[1]})"
+
+
+def _tokens(row: Row) -> Iterable[Any]:
+    if row.call is None:
+        return tokens((row.args, row.kwargs))
+    found: list[Any] = []
+    mapped((row.args, row.kwargs), found.append)
+    return [each for each in found if isinstance(each, (Made, Outside))]
+
+
+def _given_to_module(row: Row, value_of: Any) -> tuple[Any, Any]:
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Outside):
+            return cut_off(value_of(leaf))
+        return value_of(leaf) if isinstance(leaf, Made) else None
+
+    args, kwargs = mapped((row.args, row.kwargs), value)
+    return args, kwargs
+
+
+def _copied(leaf: Any, tokens_: Any) -> Any:
+    """Its own copy of what a function writes to unseen: a running mean of a module that is not trained."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_leaf and not leaf.requires_grad else None

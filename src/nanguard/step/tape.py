@@ -1,0 +1,214 @@
+"""The tape: the torch calls that a program makes outside modules, so that they can be made again after a bad step.
+
+Each call is a row: the function, its arguments, and the position in the code that made it. A tensor that an earlier row
+made is written down by its number, never held: no activation lives longer because of the tape. A tensor from outside (a
+batch, a parameter) is held, with its version. Calls of the model are rows too. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanguard import _compat_modes
+from nanguard.source.frames import Place
+from nanguard.state.rng import RngState
+from nanguard.state.trees import tensors
+from nanguard.step.calls import Call
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_VIEWS = words(
+    "__get__ __getitem__ as_strided chunk data detach diagonal expand expand_as flatten movedim narrow permute reshape "
+    "select split squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze view view_as "
+    "contiguous to float"
+)
+"""Functions whose result may share memory with their first argument."""
+
+
+# What stands for tensors in the arguments of a row. Not dataclasses, which count as containers of tensors.
+
+
+class Made:
+    """A tensor that a row made: ``place`` is its position among the tensors of the row's result."""
+
+    __slots__ = ("number", "place")
+
+    def __init__(self, number: int, place: int) -> None:
+        self.number, self.place = number, place
+
+
+class Outside:
+    """A tensor that no row made, and how often it had been written to by then."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int | None) -> None:
+        self.tensor, self.version = tensor, version
+
+
+class Unseen:
+    """A tensor of the step that no row made. It is not held, since it would keep its graph alive."""
+
+    __slots__ = ()
+
+
+class Drawn:
+    """A random generator of the program's, with its state before the call."""
+
+    __slots__ = ("device", "state")
+
+    def __init__(self, device: torch.device, state: Tensor) -> None:
+        self.device, self.state = device, state
+
+
+class Row(NamedTuple):
+    """A call: ``function`` of torch, or ``call`` of a module. ``code`` and ``at`` are the program's position in it."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    code: CodeType | None
+    at: int
+    is_grad_enabled: bool
+    autocast: tuple[bool, torch.dtype | None]
+    rng: RngState | None
+    call: Call | None = None
+
+    @property
+    def name(self) -> str:
+        """What the program would call it."""
+        if self.call is not None:
+            return type(self.call.module).__name__ if self.call.module is not None else "the model"
+        return name_of(self.function)
+
+    @property
+    def place(self) -> Place | None:
+        if self.call is not None:
+            return self.call.place
+        return place_of(self.code, self.at)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes its first argument, or another one, in place."""
+        name = name_of(self.function)
+        is_method = name.endswith("_") and not name.endswith("__")
+        return self.call is None and (is_method or name in ("__setitem__", "__set__") or "out" in self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class TapedLoss:
+    """A backward pass: the tensors it began at, and their gradients, None for 1. ``last`` is the last row before it."""
+
+    roots: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    last: int
+
+
+@dataclass(slots=True)
+class Tape:
+    """The rows of one step by number, and its backward passes. ``older`` is the tape before, if rows refer to it."""
+
+    rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    losses: list[TapedLoss] = field(default_factory=list)
+    older: Tape | None = None
+    was_cut: bool = False
+
+    def row(self, number: int) -> Row | None:
+        """None if the row is no longer there: the tape was cut, since it had become too long."""
+        raw = self.rows.get(number)
+        if raw is None and self.older is not None:
+            raw = self.older.rows.get(number)
+        return None if raw is None else Row(*raw)
+
+    def needed(self, wanted: Iterable[Any], last: int) -> list[int]:
+        """The numbers of the rows that these values depend on, in order, up to ``last``.
+
+        Includes writes to memory that such a row's tensor may share.
+        """
+        known = {**(self.older.rows if self.older is not None else {}), **self.rows}
+        rows = {number: Row(*raw) for number, raw in known.items() if number <= last}
+        found: set[int] = set()
+        todo = [token.number for token in wanted if isinstance(token, Made)]
+        writes = [(number, self._base(rows, number)) for number, row in rows.items() if row.writes]
+        while todo:
+            while todo:
+                number = todo.pop()
+                if number not in found:
+                    found.add(number)
+                    if number in rows:
+                        args = rows[number].args, rows[number].kwargs
+                        todo += [token.number for token in tokens(args) if isinstance(token, Made)]
+            bases = {self._base(rows, number) for number in found}
+            end = max(found)
+            todo = [number for number, base in writes if base in bases and number < end and number not in found]
+        return sorted(found)
+
+    def _base(self, rows: dict[int, Row], number: int) -> int:
+        """The row whose memory the result of this row may share."""
+        row = rows.get(number)
+        while row is not None and row.call is None and (row.writes or name_of(row.function) in _VIEWS):
+            first = next((token for token in row.args if isinstance(token, Made)), None)
+            if first is None:
+                break
+            number, row = first.number, rows.get(first.number)
+        return number
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, also of a property's getter."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def place_of(code: CodeType | None, at: int) -> Place | None:
+    """The line of a position in code."""
+    if code is None:
+        return None
+    line = next((line for start, end, line in code.co_lines() if start <= at < end and line), code.co_firstlineno)
+    return code.co_filename, line, code.co_name
+
+
+def tokens(tree: Any) -> Iterator[Any]:
+    """What stands for tensors in the arguments of a row."""
+    if isinstance(tree, (Made, Outside, Unseen)):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for child in tree:
+            yield from tokens(child)
+    elif isinstance(tree, dict):
+        yield from tokens(list(tree.values()))
+    elif type(tree) is slice:
+        yield from tokens((tree.start, tree.stop, tree.step))
+
+
+def filled_in(tree: Any, value_of: Any) -> Any:
+    """The arguments of a row, with ``value_of(token)`` for what stands for a tensor or a generator."""
+    kind = type(tree)
+    if kind in (Made, Outside, Unseen, Drawn):
+        return value_of(tree)
+    if kind is tuple or kind is list:
+        return kind(filled_in(child, value_of) for child in tree)
+    if kind is dict:
+        return {key: filled_in(child, value_of) for key, child in tree.items()}
+    if kind is slice:
+        return slice(*(filled_in(child, value_of) for child in (tree.start, tree.stop, tree.step)))
+    return tree
+
+
+def results_of(row: Row, args: Any, result: Any) -> list[Tensor]:
+    """The tensors that a row made, in order. A call that returns None has changed its first argument."""
+    return [args[0]] if result is None else list(tensors(result))
+
+
+def changed(token: Outside) -> bool:
+    """Whether a tensor from outside has been written to since."""
+    return _compat_modes.version(token.tensor) != token.version

@@ -1,0 +1,348 @@
+"""Writes the tape: a mode of torch that is told of every torch call, outside modules and backward passes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from nanguard import _compat_modes
+from nanguard.source.frames import is_users_file
+from nanguard.state.rng import RngState
+from nanguard.state.trees import PLAIN, mapped, tensors
+from nanguard.step.calls import Call
+from nanguard.step.tape import Drawn, Made, Outside, Tape, TapedLoss, Unseen, name_of, words
+
+_MOST_ROWS = 4096
+"""A longer tape is cut: what is older cannot be run again."""
+
+_SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
+"""Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
+
+_NO_ROW, _ROW, _DRAWS, _BACKWARD = 0, 1, 2, 3
+_PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+"""Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
+
+_WITHOUT_ROW = words(
+    "tensor as_tensor asarray from_numpy frombuffer from_dlpack load item tolist numpy size dim numel stride "
+    "__len__ __bool__ __float__ __int__ __index__ __format__ __repr__ __hash__ __contains__ __deepcopy__ __reduce_ex__ "
+    "register_hook register_post_accumulate_grad_hook element_size is_floating_point is_complex data_ptr storage "
+    "untyped_storage storage_offset is_contiguous type ndimension nelement get_device device _set_grad_enabled "
+    "is_tensor is_storage result_type can_cast is_same_size is_shared share_memory_ record_stream equal "
+    "allclose"
+)
+"""Functions that give no tensor, or one with data from outside, or belong to another part of the step."""
+
+_DRAW = words(
+    "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
+    "normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_ dropout dropout_ dropout1d "
+    "dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout native_dropout rrelu "
+    "rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu "
+    "fractional_max_pool2d fractional_max_pool3d _standard_gamma _sample_dirichlet sample svd_lowrank pca_lowrank "
+    "trunc_normal_ kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_"
+)
+
+
+class TapeRecorder(TorchFunctionMode):
+    """One thread writes at a time: the one that begins. ``note`` gives the random states; ``device`` is a type.
+
+    While it is on, all torch calls of the thread pass through it. It is off inside modules that are rows of their own
+    (``pause``), in compiled code, and from each backward pass until the next forward pass (``stop``).
+    """
+
+    _active: TapeRecorder | None = None
+
+    def __init__(self, note: Callable[[], RngState | None], device: str) -> None:
+        super().__init__()
+        self._note, self.device = note, device
+        self.tape: Tape | None = None
+        self._next = 0
+        self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
+        self._older: tuple[Tape, dict[int, tuple[ref[Tensor], Made]]] | None = None
+        self._outside: dict[int, Outside] = {}
+        self._kinds: dict[Any, int] = {}
+        self._users: dict[str, bool] = {}
+        self._thread = 0
+        self._is_on = self._is_inside = self._is_begun = False
+        self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
+        self._compiled: tuple[int, Any] | None = None
+        self._undo_compiled: Any = None
+        self._apply: Any = None
+
+    # ---- when it is on -------------------------------------------------------------------------------------------
+
+    def begin(self, tape: Tape, *, keeps_older: bool = False) -> None:
+        """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made."""
+        if self._is_begun and self._thread != threading.get_ident():
+            return
+        if tape is not self.tape:
+            self._turn_to(tape, keeps_older=keeps_older)
+        if self._is_begun:
+            self._enter()  # a module that was called has raised
+            return
+        if TapeRecorder._active is not None:
+            TapeRecorder._active.stop()
+        self._undo_compiled = _compat_modes.on_compiled_calls(self._enter_compiled, self._leave_compiled)
+        if self._undo_compiled is False:  # compiled code would depend on whether we are on
+            return
+        self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
+        self._enter()
+
+    def _turn_to(self, tape: Tape, *, keeps_older: bool) -> None:
+        self._older = (self.tape, self._marks) if keeps_older and self.tape is not None else None
+        self.tape, self._marks, self._outside = tape, {}, {}
+        self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
+
+    def stop(self) -> None:
+        """Until ``begin``. Not by another thread, nor from inside a call that is being noted."""
+        if not self._is_begun or self._is_inside or self._thread != threading.get_ident():
+            return
+        self._leave()
+        if self._undo_compiled is not None:
+            self._undo_compiled()
+        self._undo_compiled = self._compiled = None
+        self._is_begun, TapeRecorder._active = False, None
+
+    def forget(self) -> None:
+        """The step is over: nothing of it is held here any more."""
+        self.stop()
+        self.tape, self._older, self._marks, self._outside = None, None, {}, {}
+
+    def pause(self) -> bool:
+        """For a call that is a row of its own, or none. Returns what ``go_on`` is to be given."""
+        if not self._is_on or self._is_inside or self._thread != threading.get_ident():
+            return False
+        self._leave()
+        return True
+
+    def go_on(self, was_on: bool) -> None:
+        if was_on and self._is_begun:
+            self._enter()
+
+    def _enter(self) -> None:
+        if not self._is_on:
+            self._is_on = True
+            _compat_modes.enter_function_mode(self)
+            self._apply = vars(Function)["apply"]
+            Function.apply = classmethod(_applying(self, self._apply))  # type: ignore[assignment, method-assign]
+
+    def _leave(self) -> None:
+        if self._is_on:
+            self._is_on = False
+            _compat_modes.leave_function_mode(self)
+            Function.apply = self._apply  # type: ignore[method-assign]
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        kwargs = kwargs or {}
+        if not kind:
+            return func(*args, **kwargs)
+        is_row = kind != _BACKWARD and self._wants()
+        if is_row:
+            given = self._noted(args)
+            named = self._noted(kwargs) if kwargs else kwargs
+            rng = self._note() if kind == _DRAWS else None
+        self._is_inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        if is_row:
+            self._add(func, given, named, rng, args, result, sys._getframe(1))
+        return result
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function that is one row, whatever it does inside, such as a Function of autograd."""
+        given, named, rng = self._noted(args), self._noted(kwargs), self._note()
+        was_on = self.pause()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.go_on(was_on)
+        self._add(function, given, named, rng, args, result, sys._getframe(1))
+        return result
+
+    def may_call(self) -> bool:
+        """Whether ``call`` would add a row."""
+        return self._is_on and not self._is_inside and self._thread == threading.get_ident() and self._wants()
+
+    def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """A module that is a row of its own is about to be called: its arguments, and what ``go_on`` is to be given."""
+        if self.tape is None:
+            return args, kwargs, False
+        return self._noted_for_module(args), self._noted_for_module(kwargs), self.pause()
+
+    def after_module(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
+        if self.tape is not None and not self._is_inside:
+            autocast = call.autocast
+            raw = (None, args, kwargs, None, 0, torch.is_grad_enabled(), autocast, call.rng, call)
+            self._append(raw, list(tensors(output)))
+            self._num_calls += 1
+
+    def note_losses(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None] = ()) -> None:
+        """A backward pass begins at these."""
+        if self.tape is not None:
+            roots = tuple(self._token(loss) for loss in losses)
+            given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
+            self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
+
+    def _wants(self) -> bool:
+        """Not for what a mode below torch's sees too (a trace, fake tensors), nor before gradients are needed."""
+        if _compat_modes.num_dispatch_modes() or _compat_modes.are_functions_transformed():
+            return False
+        tape = self.tape
+        return tape is not None and (bool(tape.rows) or torch.is_grad_enabled())
+
+    def _noted(self, tree: Any) -> Any:
+        """The arguments of a call, with tokens for tensors."""
+        kind = type(tree)
+        if kind in PLAIN:
+            return tree
+        if isinstance(tree, Tensor):
+            return self._token(tree)
+        if kind is tuple:
+            return tuple([self._noted(child) for child in tree])
+        if kind is list or kind is torch.Size:
+            return [self._noted(child) for child in tree]
+        if kind is dict:
+            return {key: self._noted(child) for key, child in tree.items()}
+        if kind is slice:
+            return slice(self._noted(tree.start), self._noted(tree.stop), self._noted(tree.step))
+        if kind is torch.Generator:
+            return Drawn(tree.device, tree.get_state())
+        return tree
+
+    def _token(self, tensor: Tensor) -> Any:
+        mark = self._marks.get(id(tensor))
+        if mark is not None and mark[0]() is tensor:
+            return mark[1]
+        if self._older is not None:
+            mark = self._older[1].get(id(tensor))
+            if mark is not None and mark[0]() is tensor and self.tape is not None:
+                self.tape.older = self._older[0]
+                return mark[1]
+        return Unseen() if tensor.grad_fn is not None else self._from_outside(tensor)
+
+    def _from_outside(self, tensor: Tensor) -> Outside:
+        known, version = self._outside.get(id(tensor)), _compat_modes.version(tensor)
+        if known is None or known.version != version:
+            known = self._outside[id(tensor)] = Outside(tensor, version)
+        return known
+
+    def _noted_for_module(self, tree: Any) -> Any:
+        """As ``_noted``, for any container. What was made unseen is held by the record of the call anyway."""
+
+        def token(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return None
+            found = self._token(leaf)
+            return self._from_outside(leaf) if isinstance(found, Unseen) else found
+
+        return mapped(tree, token)
+
+    def _add(
+        self, func: Any, args: Any, kwargs: Any, rng: RngState | None, given: Any, result: Any, frame: FrameType | None
+    ) -> None:
+        if isinstance(result, Tensor):
+            made = [result]
+        elif isinstance(result, (tuple, list)):
+            made = list(tensors(result))
+        elif result is None and given and isinstance(given[0], Tensor):
+            made = [given[0]]
+        else:
+            return
+        if not made:
+            return
+        users = self._users
+        while frame is not None:
+            file = frame.f_code.co_filename
+            is_users = users.get(file)
+            if is_users is None:
+                is_users = users[file] = is_users_file(file)
+            if is_users:
+                break
+            frame = frame.f_back
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        autocast: tuple[bool, torch.dtype | None] = (False, None)
+        if _compat_modes.is_any_autocast_enabled():
+            autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        if _compat_modes.takes_default_device(func) and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": made[0].device}
+        self._append((func, args, kwargs, code, at, torch.is_grad_enabled(), autocast, rng), made)
+
+    def _append(self, raw: tuple[Any, ...], made: list[Tensor]) -> None:
+        assert self.tape is not None
+        number, self._next = self._next, self._next + 1
+        self.tape.rows[number] = raw
+        for place, tensor in enumerate(made):
+            self._marks[id(tensor)] = ref(tensor), Made(number, place)
+        if len(self.tape.rows) >= self._sweep_at or self._num_calls >= _SWEEP_AFTER_CALLS:
+            self._sweep(self.tape)
+
+    def _sweep(self, tape: Tape) -> None:
+        """Removes the rows that no living tensor and no backward pass depends on."""
+        self._marks = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
+        wanted = [mark[1] for mark in self._marks.values()]
+        wanted += [root for loss in tape.losses for root in loss.roots if isinstance(root, Made)]
+        kept = set(tape.needed(wanted, self._next))
+        tape.rows = {number: raw for number, raw in tape.rows.items() if number in kept}
+        if len(tape.rows) >= _MOST_ROWS:
+            tape.rows, tape.losses, tape.older, tape.was_cut, self._marks = {}, [], None, True, {}
+        self._outside = {}
+        self._sweep_at, self._num_calls = max(_SWEEP_AFTER_ROWS, 2 * len(tape.rows)), 0
+
+    # ---- compiled code -------------------------------------------------------------------------------------------
+
+    def _enter_compiled(self, frame: FrameType) -> None:
+        """Off, or compiled code would depend on us. The whole call is one row."""
+        if not self.may_call():
+            return
+        known = frame.f_locals  # of torch's own function
+        function, args, kwargs = known.get("fn"), known.get("args", ()), known.get("kwargs", {})
+        noted = function, self._noted(args), self._noted(kwargs), self._note(), args
+        self.pause()
+        self._compiled = id(frame), noted
+
+    def _leave_compiled(self, frame: FrameType) -> None:
+        if self._compiled is None or self._compiled[0] != id(frame):
+            return
+        function, args, kwargs, rng, given = self._compiled[1]
+        self._compiled = None
+        self.go_on(True)
+        result = frame.f_locals.get("result")
+        if callable(function) and result is not None:
+            self._add(function, args, kwargs, rng, given, result, frame)
+
+
+def _kind_of(func: Any) -> int:
+    name = name_of(func)
+    if name in ("__get__", "__set__"):
+        prop = getattr(getattr(func, "__self__", None), "__name__", "")
+        return _ROW if prop in _PROPERTIES or (name == "__set__" and prop == "requires_grad") else _NO_ROW
+    if name in _WITHOUT_ROW:
+        return _NO_ROW
+    if name == "backward":
+        return _BACKWARD
+    return _DRAWS if name in _DRAW else _ROW
+
+
+def _applying(recorder: TapeRecorder, original: Any) -> Callable[..., Any]:
+    """``Function.apply`` while the tape is written: torch does not tell modes of it."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        return recorder.call(bound, args, kwargs) if recorder.may_call() else bound(*args, **kwargs)
+
+    return apply
