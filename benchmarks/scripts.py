@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -97,9 +98,15 @@ def run(case: Healthy | Faulty, folder: Path, arguments: list[str], environment:
     arguments += [str(folder / "out.pt") if arg == OUT else arg for arg in case.args]
     environment = {**environment, OUT: str(folder / "out.pt")}
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=folder, env=environment, stdout=out, stderr=err, timeout=300
-        ).returncode
+        program = subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            return program.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)  # with the workers it has started
+            err.write(b"\nstopped after 90 s")
+            return program.wait()
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
