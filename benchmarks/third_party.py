@@ -218,7 +218,8 @@ def try_program(program: Program, args: argparse.Namespace) -> dict[str, Any]:
         differences.append(f"{guarded.num_incidents} incidents in a healthy run")
     seconds = [round(plain.seconds, 1), round(guarded.seconds, 1)]
     print(f"{program.name}: {differences or 'identical'} {seconds}", flush=True)
-    faults = [_try_fault(program, fault, args, keep) for fault in program.faults]
+    chosen = () if args.healthy_only else program.faults
+    faults = [_try_fault(program, fault, args, keep) for fault in chosen]
     return {**_facts(program), "seconds": seconds, "differences": differences, "faults": faults}
 
 
@@ -327,6 +328,7 @@ def main() -> None:
     parser.add_argument("--packages", help="a folder with packages that the programs import")
     parser.add_argument("--only", help="names of programs, separated by commas; nothing is written")
     parser.add_argument("--faults-only", action="store_true", help="only the faulty programs under the guard")
+    parser.add_argument("--healthy-only", action="store_true", help="only the healthy programs, plain and guarded")
     parser.add_argument("--keep", help="where to keep the output of all runs")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -342,7 +344,7 @@ def main() -> None:
     facts = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "date": date}
     text = table(results, facts)
     print(text)
-    if only is None and not args.faults_only:
+    if only is None and not (args.faults_only or args.healthy_only):
         name = f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}"
         (args.out / f"{name}.json").write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
         (args.out / f"{name}.md").write_text(text)

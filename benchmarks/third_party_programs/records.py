@@ -64,6 +64,7 @@ class Program:
 
 
 DATA = ("input_nonfinite",)
+ENTERS = r"torch\.from_numpy\(array\)"
 NO_TARGETS = ("zero_over_zero", "div_by_zero", "all_targets_ignored")
 
 
@@ -89,8 +90,8 @@ def reward(step: int, *lines: str, kind: str = "reward", module: str = ".*") -> 
 
 
 def nan(module: str, *lines: str, op: str = ".*") -> Expected:
-    """A NaN in the data: named as such, with its first use."""
-    return Expected(causes=DATA, op=op, module=module, lines=lines)
+    """A NaN in the data: named as such, with its first use, or with the line of the hook that puts it there."""
+    return Expected(causes=DATA, op=op, module=f"({module})?", lines=(*lines, ENTERS))
 
 
 EXAMPLES = "77f55b912142e11fcfdf5b530231fb9c52f181e8"

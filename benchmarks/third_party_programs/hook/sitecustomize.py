@@ -217,7 +217,24 @@ def _spoil_randn(torch: ModuleType) -> None:
 
 
 def _after_numpy(module: ModuleType) -> None:
-    module.random.seed(SETTINGS["seed"])
+    if "seed" in SETTINGS:
+        module.random.seed(SETTINGS["seed"])
+    if FAULT.get("kind") != "numpy":
+        return
+    randn = module.random.randn
+    calls = 0
+
+    def bad_randn(*shape: int) -> Any:
+        """For programs that draw their data: one call returns a bad value."""
+        nonlocal calls
+        calls += 1
+        values = randn(*shape)
+        if calls == FAULT["call"]:
+            values.reshape(-1)[FAULT.get("element", 0)] = float(FAULT["value"])
+            _note({"row": FAULT["row"]})
+        return values
+
+    module.random.randn = bad_randn
 
 
 def _after_cifar(module: ModuleType) -> None:
@@ -228,13 +245,13 @@ def _after_cifar(module: ModuleType) -> None:
 if SETTINGS:
     ACTIONS: dict[str, Callable[[ModuleType], None]] = {
         "torch": _after_torch,
+        "numpy": _after_numpy,
         "torch.nn.modules.module": _after_modules,
         "torch.optim.optimizer": _after_optimizers,
         "torchvision.datasets.cifar": _after_cifar,
     }
     if "seed" in SETTINGS:
         random.seed(SETTINGS["seed"])
-        ACTIONS["numpy"] = _after_numpy
     if FAULT.get("kind") == "record":
         ACTIONS["torch.utils.data._utils.fetch"] = _after_fetch
     if SETTINGS.get("batches"):
