@@ -686,6 +686,26 @@ def test_names_are_those_of_the_program() -> None:
     assert {"encoder.weight", "decoder.weight", "temperature"} <= set(incident.reading.gradients)
 
 
+def test_names_say_which_network_of_several() -> None:
+    """Both have a part of the same name; only one optimizer of two is bad."""
+
+    def train() -> None:
+        generator, critic = nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 1))
+        opt_g, opt_c = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+        critic(generator(torch.ones(2, 6))).sum().backward()
+        opt_g.step()
+        opt_c.zero_grad()
+        critic(torch.full((2, 6), NAN)).sum().backward()
+        opt_c.step()
+
+    with nanguard.install() as autopilot:
+        train()
+    (incident,) = autopilot.incidents
+    assert incident.reading.gradients == ("critic.0.weight",)
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.module == "critic.0"
+
+
 class Handed(SGD):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)

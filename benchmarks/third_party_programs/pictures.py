@@ -27,6 +27,7 @@ VISION = (
         "mnist_forward_forward",
         *("main.py", "--epochs", "12", "--train_size", "64", "--test_size", "32", "--save_model"),
         data=make.mnist("data", 64, 32),
+        seed=1,
         faults=(
             Fault(
                 name="record",

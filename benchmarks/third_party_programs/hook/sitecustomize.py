@@ -59,6 +59,8 @@ BARE: dict[int, Any] = {}
 
 def _after_modules(module: ModuleType) -> None:
     def keep(owner: Any, name: str, parameter: Any) -> None:
+        if "seed" in SETTINGS and not MODULES:  # what runs before the program may have drawn from it
+            random.seed(SETTINGS["seed"])
         MODULES.setdefault(id(owner), owner)
 
     module.register_module_parameter_registration_hook(keep)

@@ -18,8 +18,17 @@ from nanguard.errors import NonFiniteError
 from nanguard.hosted.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
-from nanguard.hosted.trained_modules import has_guard, names_inside, owners, trained_modules_of, without_copies
+from nanguard.hosted.trained_modules import (
+    TrainedModules,
+    has_guard,
+    is_same,
+    names_inside,
+    owners,
+    trained_modules_of,
+    without_copies,
+)
 from nanguard.records.steps import Incident
+from nanguard.state.names import unwrapped
 from nanguard.step.journal import Journal
 from nanguard.wiring import introduce
 
@@ -28,6 +37,9 @@ log = logging.getLogger("nanguard")
 _ATTRIBUTE = "_nanguard_hosted_step"
 """Of the optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
 
+_MOST_READ = 16
+"""So many optimizers have the line read that makes them; some programs make thousands."""
+
 
 class Registry:
     """Does not keep optimizers alive: they belong to the program."""
@@ -35,6 +47,9 @@ class Registry:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._new: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
+        self._models_of_new: list[set[int]] = []
+        """Identities of the outermost modules that each of the new optimizers trains."""
+        self._num_expected = 0
         self._entries: list[tuple[weakref.ref[HostedStep], Journal]] = []
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
@@ -76,14 +91,18 @@ class Registry:
             return []
         params = parameters_of(optimizer)
         roots = [root for root in owners(params, self.live_modules) if not isinstance(root, torch.jit.ScriptModule)]
-        names = {**names_in_call(params, roots), **names_in_sight([*params, *roots])}
+        self._num_expected += 1
+        by_call = names_in_call(params, roots, also_alone=self._num_expected <= _MOST_READ)
+        names = {**by_call, **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
         self._new.append((weakref.ref(optimizer), names))
+        self._models_of_new.append(_identities(roots))
         return roots
 
     def guard_next(self) -> HostedStep | None:
         """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
         ref, names = self._new.pop(0)
+        self._models_of_new.pop(0)
         optimizer = ref()
         if optimizer is None or not parameters_of(optimizer):
             return None
@@ -100,10 +119,10 @@ class Registry:
         ``names`` are those that modules and tensors had when it was made.
         """
         kind = type(optimizer).__name__
-        trained, roots = self._trained(optimizer, names)
+        trained, roots = self._trained(optimizer, names, among_others=self._trains_one_of_several(optimizer))
         try:
             hosted = self._make(optimizer, trained, roots, name=name, shares=bool(self.hosted_steps))
-            first = next((other for other in self.hosted_steps if other.parts.state.model is trained), None)
+            first = next((other for other in self.hosted_steps if is_same(other.parts.state.model, trained)), None)
             if first is not None:
                 hosted.share_buffers_of(first)
             hosted.open()
@@ -134,16 +153,27 @@ class Registry:
             numbers=self._numbers,
         )
 
-    def _trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> tuple[nn.Module, list[nn.Module]]:
+    def _trains_one_of_several(self, optimizer: Optimizer) -> bool:
+        """Whether other optimizers train other modules, so that names must say which one is meant."""
+        own = _identities(owners(parameters_of(optimizer), self.live_modules))
+        others = [*self._models_of_new, *(_identities(hosted.roots) for hosted in self.hosted_steps)]
+        return any(other - own for other in others)
+
+    def _trained(
+        self, optimizer: Optimizer, names: Mapping[int, str], *, among_others: bool
+    ) -> tuple[nn.Module, list[nn.Module]]:
         """What it trains now: the program may have wrapped its modules since it made the optimizer."""
         params = parameters_of(optimizer)
         roots = owners(params, self.live_modules)
         roots = without_copies(roots, self.used)
-        return trained_modules_of(params, roots, {**names, **names_in_sight([*params, *roots])}), roots
+        called = {**names, **names_in_sight([*params, *roots])}
+        return trained_modules_of(params, roots, called, among_others=among_others), roots
 
     def renew(self, hosted: HostedStep) -> HostedStep:
         """A new hosted step that knows the parameters that the program has added; the old one if that fails."""
-        trained, roots = self._trained(hosted.optimizer, names_inside(hosted.parts.state.model))
+        model = hosted.parts.state.model
+        names, is_named = names_inside(model), isinstance(model, TrainedModules)
+        trained, roots = self._trained(hosted.optimizer, names, among_others=is_named)
         try:
             new = self._make(hosted.optimizer, trained, roots, name=hosted.name, shares=hosted.sync == "eager")
         except Exception:
@@ -212,6 +242,10 @@ class Registry:
             except Exception:
                 log.exception("the last steps could not be processed")
             vars(hosted.optimizer).pop(_ATTRIBUTE, None)  # a plain optimizer from now on, whatever is installed next
+
+
+def _identities(roots: Sequence[nn.Module]) -> set[int]:
+    return {id(unwrapped(root)) for root in roots}
 
 
 def hosted_step_of(optimizer: Optimizer) -> HostedStep | None:

@@ -61,12 +61,15 @@ def name_being_assigned() -> str:
     return ""
 
 
-def names_in_call(params: Sequence[Tensor], roots: Sequence[nn.Module]) -> dict[int, str]:
-    """What the call that is making an optimizer of these parameters says, of outermost modules and bare tensors."""
+def names_in_call(params: Sequence[Tensor], roots: Sequence[nn.Module], *, also_alone: bool) -> dict[int, str]:
+    """What the call that is making an optimizer of these parameters says, of outermost modules and bare tensors.
+
+    ``also_alone`` says to read it for one module alone, too.
+    """
     owner = {id(param): root for root in roots for param in root.parameters()}
     owned = [param for param in params if id(param) in owner]
     bare = [param for param in params if id(param) not in owner]
-    if not bare and len(roots) == 1:  # a model alone needs no name, and some programs make thousands of optimizers
+    if not bare and len(roots) == 1 and not also_alone:
         return {}
     atoms = list(dict.fromkeys(_atoms_of_call(list(_lines(sys._getframe(1))))))
     modules, tensors = [[name for each, name in atoms if each == kind] for kind in ("module", "tensor")]

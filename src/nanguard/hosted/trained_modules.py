@@ -43,6 +43,14 @@ def names_inside(model: nn.Module) -> dict[int, str]:
     return {id(part): name for name, part in parts if name.isidentifier()}
 
 
+def is_same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether these stand for the same modules and tensors."""
+    if not (isinstance(one, TrainedModules) and isinstance(other, TrainedModules)):
+        return one is other
+    parts = [[*each.children(), *_compat.parameters_of(each).values()] for each in (one, other)]
+    return [id(part) for part in parts[0]] == [id(part) for part in parts[1]]
+
+
 def owners(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The outermost of the modules that the tensors are parameters of, wrappers (DDP, ``torch.compile``) included."""
     wanted = {id(tensor) for tensor in tensors}
@@ -78,12 +86,17 @@ def has_guard(optimizer: Optimizer) -> bool:
     return any(each is optimizer for skippable in all_skippable for each in skippable.optimizers)
 
 
-def trained_modules_of(tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str]) -> nn.Module:
-    """One module that contains them all: the program's own if there is only one."""
+def trained_modules_of(
+    tensors: list[Tensor], roots: list[nn.Module], names: Mapping[int, str], *, among_others: bool
+) -> nn.Module:
+    """One module that contains them all: the program's own if there is only one.
+
+    ``among_others`` says that other optimizers train other modules. Names then begin with that of the module.
+    """
     inside = [unwrapped(root) for root in roots]
     known = {id(param) for module in inside for param in module.parameters()}
     bare = [tensor for tensor in tensors if id(tensor) not in known]
-    if len(inside) == 1 and not bare:
+    if len(inside) == 1 and not bare and not among_others:
         return inside[0]
     called = _distinct((names.get(id(r)) or names.get(id(m)) or type(m).__name__.lower() for r, m in _both(roots)), "")
     return TrainedModules(dict(zip(called, inside, strict=True)), _named(bare, names))
