@@ -959,7 +959,7 @@ def test_a_fault_in_a_module_is_found_at_once() -> None:
     (incident,) = autopilot.incidents
     diagnosis = incident.diagnosis
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.capture) == ("masked_softmax_all_neg_inf", "module")
+    assert (diagnosis.cause, diagnosis.capture) == ("masked_softmax_all_neg_inf", "tape")
     assert diagnosis.source is not None
     assert diagnosis.source.text == "return scores.softmax(-1) @ v"
 
@@ -979,7 +979,7 @@ def test_modules_that_are_used_by_their_parts_are_listened_to() -> None:
             optimizer.step()
     (incident,) = autopilot.incidents
     assert incident.diagnosis is not None
-    assert incident.diagnosis.capture == "module"
+    assert incident.diagnosis.capture == "tape"
     assert (incident.diagnosis.cause, incident.diagnosis.module) == ("input_nonfinite", "down.inp")
 
 
@@ -1006,7 +1006,7 @@ def test_with_a_trace_the_very_first_fault_in_a_loss_is_found() -> None:
     assert (incident.diagnosis.op, incident.diagnosis.cause) == ("log", "log_of_zero")
     assert incident.diagnosis.source is not None
     assert incident.diagnosis.source.text == "loss = torch.log(w - w).sum() if number == 2 else torch.sqrt(w).sum()"
-    assert (incident.diagnosis.capture, incident.diagnosis.is_line_traced) == ("graph", False)
+    assert (incident.diagnosis.capture, incident.diagnosis.is_line_traced) == ("tape", True)
 
 
 def neg_log(p: Tensor) -> Tensor:

@@ -448,7 +448,7 @@ def test_the_microbatch_is_named(style: str, sync: str) -> None:
     assert_says(diagnosis, op="log", module="", mark="applies")
     assert diagnosis is not None
     assert diagnosis.microbatch == 2
-    assert diagnosis.capture == ("module" if style == "own loop" else "step")
+    assert diagnosis.capture == ("tape" if style == "own loop" else "step")
 
 
 def test_calls_that_are_no_microbatches_are_not_counted_as_such() -> None:
@@ -732,7 +732,7 @@ def test_calls_that_give_nothing_do_not_hide_the_one_that_does() -> None:
         guard.update()
     diagnosis = guard.incidents[0].diagnosis
     assert diagnosis is not None
-    assert (diagnosis.capture, diagnosis.cause, diagnosis.op) == ("module", "log_of_zero", "log")
+    assert (diagnosis.capture, diagnosis.cause, diagnosis.op) == ("tape", "log_of_zero", "log")
 
 
 class Trap(nn.Module):

@@ -166,12 +166,11 @@ class Guard:
 
         If gradients are off (validation under ``torch.no_grad()``), it only enters the precision.
         """
-        pending = self._parts.pending
+        pending = self._engine.stop_taping()
         if pending is not None and pending.rerunnable:
             raise ProtocolError(
                 "guard.autocast() was called while guard.step() is gathering micro-batches: use one or the other"
             )
-        self._engine.taper.stop()
         if torch.is_grad_enabled():
             pending = pending or self._engine.open(rerunnable=False, divisor=self._engine.accumulate)
             self._parts.begin_microbatch(pending)
@@ -267,7 +266,7 @@ class Guard:
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Does not sync."""
-        from nanguard.records.guard_html import guard_html  # only a notebook needs it
+        from nanguard.records.guard_html import guard_html
 
         return guard_html(
             counts=self.counts,

@@ -17,6 +17,7 @@ from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, leaves_of
 from nanguard.autopilot.registry import Registry, hosted_step_of
+from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure
@@ -28,8 +29,6 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.rng import RngState
 from nanguard.step.calls import Call, CallRecorder
-from nanguard.step.tape import Tape
-from nanguard.step.tape_recorder import TapeRecorder
 
 log = logging.getLogger("nanguard")
 
@@ -45,8 +44,8 @@ class ProgramMonitor:
         self._is_closed = False
         self._is_in_backward = False
         self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
-        self._is_taping = settings.diagnose != "off"
-        self._taper = TapeRecorder(self._random_states, "cpu")
+        self._taper = ProgramTape(self._random_states, "cpu")
+        self._taper.is_wanted = settings.diagnose != "off"
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self._taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone)
@@ -82,7 +81,7 @@ class ProgramMonitor:
             roots = self.registry.expect(optimizer)
             self._listener.listen(roots)
         if not (roots or self.hosted_steps):  # bare tensors: there is no call of a module to begin at
-            self._begin_taping(self._iteration.tape)
+            self._begin_taping()
 
     def guard_new_optimizers(self) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
@@ -108,7 +107,7 @@ class ProgramMonitor:
                 else:
                     hosted.before_evaluation()
         if is_training:
-            self._begin_taping(self._iteration.tape)
+            self._begin_taping()
 
     def _attach(self, hosted: HostedStep | None) -> None:
         """Listens to the modules that a new hosted step trains."""
@@ -129,7 +128,7 @@ class ProgramMonitor:
         with self._at_work("a loss could not be noted"), _compat.unwatched():
             losses = _losses(tensors)
             self._coordinator.after_forward(losses)
-            self._taper.note_losses(*_roots(tensors, gradients))
+            self._taper.note_backward(tensors, gradients)
             if self._has_no_optimizer and losses:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves_of(losses))
@@ -180,7 +179,7 @@ class ProgramMonitor:
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
                 self._coordinator.examine_graph(losses)
-                self._taper.note_losses(*_roots(outputs, None))
+                self._taper.note_backward(outputs)
 
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
@@ -241,8 +240,7 @@ class ProgramMonitor:
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
             self.registry.remove(hosted)
             return once.result if once.is_called else once()
-        self._tracer.start(self.hosted_steps)
-        self._tape_bare_tensors()
+        self._after_step()
         return result if once.is_called else otherwise
 
     def step_with_closure(
@@ -277,6 +275,7 @@ class ProgramMonitor:
     def _step(self, hosted: HostedStep, call: Step | None) -> Any:
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
             self._iteration.calls.clear()
+            self._iteration.tape.losses.clear()
             hosted.forbid_tracing()
         result = self._coordinator.step(hosted, call)
         if not self._iteration.calls:
@@ -314,8 +313,7 @@ class ProgramMonitor:
                 manual.hosted.step(lambda: None, self._iteration)
                 if self._iteration.refused:
                     manual.clear_gradients()
-        self._tracer.start(self.hosted_steps)
-        self._tape_bare_tensors()
+        self._after_step()
 
     @property
     def hosted_steps(self) -> list[HostedStep]:
@@ -347,18 +345,15 @@ class ProgramMonitor:
         hosted_steps = self.hosted_steps
         return hosted_steps[0].random_states() if hosted_steps else None
 
-    def _begin_taping(self, tape: Tape) -> None:
-        if self._is_taping and not self.is_idle and not self.is_nested and self._tracer.live is None:
-            self._taper.begin(tape, keeps_older=len(self.hosted_steps) > 1)
+    def _begin_taping(self) -> None:
+        if not self.is_idle and not self.is_nested and self._tracer.live is None:
+            self._taper.follow(self._coordinator, is_alone=len(self.hosted_steps) == 1)
 
-    def _tape_bare_tensors(self) -> None:
-        """After a step of a program that has called no module in it: the tape goes on at once."""
-        has_modules = bool(self._iteration.noted)
-        if len(self.hosted_steps) == 1:
-            self._taper.forget()
-        if not has_modules:
-            self._coordinator.next_tape = self._coordinator.next_tape or Tape()
-            self._begin_taping(self._coordinator.next_tape)
+    def _after_step(self) -> None:
+        """The next step is traced, or taped from here on."""
+        self._tracer.start(self.hosted_steps)
+        if self._taper.end_step(self._coordinator, is_alone=len(self.hosted_steps) == 1):
+            self._begin_taping()
 
     def _has_begun_step(self) -> bool:
         """Whether a module was called with gradients since an optimizer last stepped."""
@@ -419,13 +414,6 @@ def _losses(tensors: Any) -> list[Tensor]:
     """Those of the tensors to differentiate that are single numbers."""
     several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
-
-
-def _roots(tensors: Any, gradients: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """What a backward pass begins at, and with which gradients."""
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
-    return roots, given if len(given) == len(roots) else [None] * len(roots)
 
 
 def _is_trained(leaf: Any, grad: Any) -> bool:

@@ -15,11 +15,11 @@ from nanguard.state.trees import mapped, named_tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.tape import (
+    CallTape,
     Drawn,
     Made,
     Outside,
     Row,
-    Tape,
     TapedLoss,
     Unseen,
     changed,
@@ -39,7 +39,7 @@ class TapedRun:
     The batch is a dict of the tensors from outside. A value that was left out of it is taken from the tape.
     """
 
-    def __init__(self, tape: Tape, loss: TapedLoss, keys: dict[int, str], state: TrainingState) -> None:
+    def __init__(self, tape: CallTape, loss: TapedLoss, keys: dict[int, str], state: TrainingState) -> None:
         self._tape, self._loss, self._keys, self._device = tape, loss, keys, state.device
         self._numbers = tape.needed((*loss.roots, *loss.gradients), loss.last)
 
@@ -134,7 +134,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, Row, int
                     yield token.tensor, row, place
 
 
-def _obstacle(run: TapedRun, tape: Tape, loss: TapedLoss, trained: set[int]) -> str | None:
+def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:
     """Which call cannot be made again, and why; None if all can."""
     if any(isinstance(root, Unseen) for root in (*loss.roots, *loss.gradients)):
         return "the loss was made by code that torch does not tell of" + (", or long before" if tape.was_cut else "")

@@ -13,7 +13,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
 from nanguard.source.frames import calling_line
-from nanguard.step.tape import Tape
+from nanguard.step.tape import CallTape
 
 _FEW = 8
 _MOST_LOSSES = 256
@@ -25,7 +25,7 @@ class StepCoordinator:
     def __init__(self, hosted_steps: Callable[[], list[HostedStep]]) -> None:
         self._hosted_steps = hosted_steps
         self.iteration = Iteration()
-        self.next_tape: Tape | None = None
+        self.next_tape: CallTape | None = None
         """For the next iteration, if its first torch calls are made before it begins."""
 
     def begin_iteration(self) -> None:

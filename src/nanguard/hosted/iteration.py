@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nanguard.step.calls import Call
-from nanguard.step.tape import Tape
+from nanguard.step.tape import CallTape
 
 if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
@@ -31,6 +31,6 @@ class Iteration:
     stepped: list[HostedStep] = field(default_factory=list)
     unapplied: list[HostedStep] = field(default_factory=list)
     refused: bool = False
-    tape: Tape = field(default_factory=Tape)
+    tape: CallTape = field(default_factory=CallTape)
     live: Any = None
     graph_finding: Any = None

@@ -29,7 +29,7 @@ from nanguard.step.measurement import MeasurementLayout
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
 from nanguard.step.protocols import Mode, Responder
-from nanguard.step.tape import Tape
+from nanguard.step.tape import CallTape
 from nanguard.step.tape_recorder import TapeRecorder
 
 log = logging.getLogger("nanguard")
@@ -60,8 +60,8 @@ class StepEngine:
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
         self._left_early = False
         kind = parts.state.device.type
-        self.taper = TapeRecorder(self._note_random_states, kind)
-        self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self.taper)
+        self._taper = TapeRecorder(self._note_random_states, kind)
+        self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self._taper)
         self._records_calls = self._is_taping = records_calls
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class StepEngine:
 
     def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
         """Begins a step: processes the readings that are due, then notes what the step may change."""
-        self.taper.forget()
+        self._taper.forget()
         if not self.parts.is_capturing:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
@@ -126,6 +126,11 @@ class StepEngine:
         self.parts.journal.observers.on_open(pending.step)
         return pending
 
+    def stop_taping(self) -> PendingStep | None:
+        """Before work of our own between the user's calls. Returns the open step."""
+        self._taper.stop()
+        return self.parts.pending
+
     @contextlib.contextmanager
     def in_own_loop(self) -> Iterator[None]:
         """Wraps the forward pass of the user's own loop. Records what the model is given."""
@@ -134,17 +139,17 @@ class StepEngine:
             self._recorder.listen(self.parts.state.model)
         pending = self.parts.pending
         if self._is_taping and pending is not None and not self.parts.is_capturing:
-            pending.tape = pending.tape or Tape()
-            self.taper.begin(pending.tape)
+            pending.tape = pending.tape or CallTape()
+            self._taper.begin(pending.tape)
         with self._giving_memory_back(), self.recovery.tracer.watching(), self.parts.precision.autocast():
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """Runs one backward pass of the user's own loop."""
         tracer = self.recovery.tracer
-        self.taper.stop()
+        self._taper.stop()
         if isinstance(loss, Tensor):
-            self.taper.note_losses([loss])
+            self._taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
         with self._giving_memory_back(), tracer.watching():
             self.parts.backward(pending, loss)
@@ -165,7 +170,7 @@ class StepEngine:
 
     def finish(self, pending: PendingStep) -> None:
         self.parts.end()
-        self.taper.forget()
+        self._taper.forget()
         pending.last_batch = self._position
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)

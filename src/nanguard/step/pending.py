@@ -17,7 +17,7 @@ from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
 from nanguard.step.measurement import EMPTY_LAYOUT, MeasuredValues, MeasurementLayout
-from nanguard.step.tape import Tape
+from nanguard.step.tape import CallTape
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -88,7 +88,7 @@ class PendingStep:
     latches: bool = True
     is_spoiled: bool = False
     calls: list[Call] = field(default_factory=list)
-    tape: Tape | None = None
+    tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
 

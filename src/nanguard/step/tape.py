@@ -115,12 +115,12 @@ class TapedLoss:
 
 
 @dataclass(slots=True)
-class Tape:
+class CallTape:
     """The rows of one step by number, and its backward passes. ``older`` is the tape before, if rows refer to it."""
 
     rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     losses: list[TapedLoss] = field(default_factory=list)
-    older: Tape | None = None
+    older: CallTape | None = None
     was_cut: bool = False
 
     def row(self, number: int) -> Row | None:

@@ -19,7 +19,7 @@ from nanguard.source.frames import is_users_file
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
-from nanguard.step.tape import Drawn, Made, Outside, Tape, TapedLoss, Unseen, name_of, words
+from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, name_of, words
 
 _MOST_ROWS = 4096
 """A longer tape is cut: what is older cannot be run again."""
@@ -63,10 +63,10 @@ class TapeRecorder(TorchFunctionMode):
     def __init__(self, note: Callable[[], RngState | None], device: str) -> None:
         super().__init__()
         self._note, self.device = note, device
-        self.tape: Tape | None = None
+        self.tape: CallTape | None = None
         self._next = 0
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
-        self._older: tuple[Tape, dict[int, tuple[ref[Tensor], Made]]] | None = None
+        self._older: tuple[CallTape, dict[int, tuple[ref[Tensor], Made]]] | None = None
         self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
         self._users: dict[str, bool] = {}
@@ -79,7 +79,7 @@ class TapeRecorder(TorchFunctionMode):
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
-    def begin(self, tape: Tape, *, keeps_older: bool = False) -> None:
+    def begin(self, tape: CallTape, *, keeps_older: bool = False) -> None:
         """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made."""
         if self._is_begun and self._thread != threading.get_ident():
             return
@@ -96,8 +96,9 @@ class TapeRecorder(TorchFunctionMode):
         self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
         self._enter()
 
-    def _turn_to(self, tape: Tape, *, keeps_older: bool) -> None:
-        self._older = (self.tape, self._marks) if keeps_older and self.tape is not None else None
+    def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
+        alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None} if keeps_older else {}
+        self._older = (self.tape, alive) if alive and self.tape is not None else None
         self.tape, self._marks, self._outside = tape, {}, {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
 
@@ -291,7 +292,7 @@ class TapeRecorder(TorchFunctionMode):
         if len(self.tape.rows) >= self._sweep_at or self._num_calls >= _SWEEP_AFTER_CALLS:
             self._sweep(self.tape)
 
-    def _sweep(self, tape: Tape) -> None:
+    def _sweep(self, tape: CallTape) -> None:
         """Removes the rows that no living tensor and no backward pass depends on."""
         self._marks = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
         wanted = [mark[1] for mark in self._marks.values()]
