@@ -54,7 +54,8 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
     suspects = [event for event in reached if is_suspect(event)]
     suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
     users = [event for event in reached if not event.is_mask]  # a mask is intended, its use may be wrong
-    guilty = min(suspects or users or reached, key=lambda event: event.note.index)
+    order = {id(event): place for place, event in enumerate(trace.events)}  # of what was there before the step
+    guilty = min(suspects or users or reached, key=lambda event: (event.note.index, order.get(id(event), -1)))
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
     chain = tuple(_path(ends, guilty))
     forerunners = sorted((e for e in harmless if _is_derivative_of(guilty, e)), key=lambda event: event.note.index)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.source.arguments import argument_names
 from nanguard.source.frames import standing_in
 from nanguard.state.training_state import TrainingState
-from nanguard.state.trees import mapped, named_tensors
+from nanguard.state.trees import mapped
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.tape import (
@@ -105,7 +106,6 @@ def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Micro
     tape = pending.tape
     assert tape is not None
     trained = {id(tensor) for tensor in (*state.parameters().values(), *state.buffers().values())}
-    names = {id(tensor): name for name, tensor in named_tensors(pending.last_seen, "batch")}
     micros, obstacles = [], []
     for loss in tape.losses:
         inputs: dict[str, Tensor] = {}
@@ -115,23 +115,27 @@ def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Micro
         if obstacle is not None:
             obstacles.append(f"the torch calls of the step could not be made again: {obstacle}")
             continue
-        for tensor, row, place in _inputs(run, trained):
+        for tensor, name in _inputs(run, trained):
             if id(tensor) not in keys:
-                name = names.get(id(tensor)) or f"{row.name}, argument {place}"
                 keys[id(tensor)] = name if name not in inputs else f"{name} ({len(inputs)})"
                 inputs[keys[id(tensor)]] = tensor
         micros.append(Microbatch(run, inputs, None, reduce_gradients=False, autocast=run.is_autocast))
     return micros, tuple(dict.fromkeys(obstacles))
 
 
-def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, Row, int]]:
-    """The tensors from outside that are not trained, each with the call that it is given to."""
-    for row in run.rows:
-        if row is not None:
-            for place, token in enumerate(_tokens(row)):
-                is_outside = isinstance(token, Outside) and id(token.tensor) not in trained
-                if is_outside and not isinstance(token.tensor, nn.Parameter):
-                    yield token.tensor, row, place
+def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
+    for row in filter(None, run.rows):
+        given = [*row.args, *row.kwargs.values()]
+        names = argument_names(row.code, row.at, len(row.args))
+        for place, argument in enumerate(given):
+            inside = list(_tokens_in(row, argument))
+            for number, token in enumerate(inside):
+                if not isinstance(token, Outside) or id(token.tensor) in trained:
+                    continue
+                name = names[place] if place < len(names) else f"{row.name}, argument {place}"
+                if not isinstance(token.tensor, nn.Parameter):
+                    yield token.tensor, name if len(inside) == 1 else f"{name}, {number}"
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:
@@ -156,10 +160,14 @@ def _at(row: Row) -> str:
 
 
 def _tokens(row: Row) -> Iterable[Any]:
+    return _tokens_in(row, (row.args, row.kwargs))
+
+
+def _tokens_in(row: Row, tree: Any) -> Iterable[Any]:
     if row.call is None:
-        return tokens((row.args, row.kwargs))
+        return tokens(tree)
     found: list[Any] = []
-    mapped((row.args, row.kwargs), found.append)
+    mapped(tree, found.append)
     return [each for each in found if isinstance(each, (Made, Outside))]
 
 

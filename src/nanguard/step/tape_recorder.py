@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
@@ -187,8 +187,8 @@ class TapeRecorder(TorchFunctionMode):
 
     def after_module(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         if self.tape is not None and not self._is_inside:
-            autocast = call.autocast
-            raw = (None, args, kwargs, None, 0, torch.is_grad_enabled(), autocast, call.rng, call)
+            code, at = self._position(sys._getframe(1))
+            raw = (None, args, kwargs, code, at, torch.is_grad_enabled(), call.autocast, call.rng, call)
             self._append(raw, list(tensors(output)))
             self._num_calls += 1
 
@@ -266,6 +266,16 @@ class TapeRecorder(TorchFunctionMode):
             return
         if not made:
             return
+        code, at = self._position(frame)
+        autocast: tuple[bool, torch.dtype | None] = (False, None)
+        if _compat_modes.is_any_autocast_enabled():
+            autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        if _compat_modes.takes_default_device(func) and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": made[0].device}
+        self._append((func, args, kwargs, code, at, torch.is_grad_enabled(), autocast, rng), made)
+
+    def _position(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
+        """Where the program is, in the innermost of its functions."""
         users = self._users
         while frame is not None:
             file = frame.f_code.co_filename
@@ -273,15 +283,9 @@ class TapeRecorder(TorchFunctionMode):
             if is_users is None:
                 is_users = users[file] = is_users_file(file)
             if is_users:
-                break
+                return frame.f_code, frame.f_lasti
             frame = frame.f_back
-        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-        autocast: tuple[bool, torch.dtype | None] = (False, None)
-        if _compat_modes.is_any_autocast_enabled():
-            autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        if _compat_modes.takes_default_device(func) and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": made[0].device}
-        self._append((func, args, kwargs, code, at, torch.is_grad_enabled(), autocast, rng), made)
+        return None, 0
 
     def _append(self, raw: tuple[Any, ...], made: list[Tensor]) -> None:
         assert self.tape is not None

@@ -1,0 +1,50 @@
+"""What the program calls the arguments of a call, read from its source code."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+from types import CodeType
+
+_LONGEST = 40
+
+
+def argument_names(code: CodeType | None, at: int, num: int) -> list[str]:
+    """The source text of the ``num`` arguments of the call at a position in code. Empty if it cannot be found."""
+    text = "" if code is None else _expression(code, at)
+    try:
+        node = ast.parse(text.strip(), mode="eval").body if text else None
+    except SyntaxError:
+        return []
+    nodes = _arguments(node, num)
+    names = [ast.unparse(each) for each in nodes]
+    return names if len(names) == num and all(len(name) <= _LONGEST for name in names) else []
+
+
+def _arguments(node: ast.expr | None, num: int) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    if isinstance(node, ast.UnaryOp):
+        return [node.operand]
+    if isinstance(node, ast.Subscript):
+        return [node.value, node.slice]
+    if not isinstance(node, ast.Call):
+        return []
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    if len(given) < num and isinstance(node.func, ast.Attribute):
+        given = [node.func.value, *given]
+    return given[:num]
+
+
+def _expression(code: CodeType, at: int) -> str:
+    """The text of the expression that is evaluated there. Needs Python 3.11."""
+    if not hasattr(code, "co_positions"):
+        return ""
+    first, last, begin, end = next(itertools.islice(code.co_positions(), at // 2, None), (None,) * 4)
+    if first is None or last is None or begin is None or end is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    return b"".join(lines).decode(errors="replace")
