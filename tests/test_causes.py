@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -505,9 +506,14 @@ def a_mean_of_nothing(h):
     return h[h > 10].mean()  # guilty
 
 
-@program("zero_over_zero", "nll_loss_forward", "over nothing")
+@program("all_labels_ignored", "nll_loss_forward", "every label is -100, which the loss leaves out")
 def a_loss_of_ignored_targets(h):
     return F.cross_entropy(h, torch.tensor([-100]))  # guilty
+
+
+@program("all_labels_ignored", "nll_loss2d_forward", "every label is 7, which the loss leaves out")
+def a_loss_of_ignored_pixels(h):
+    return F.nll_loss(h[:, :, None, None], torch.full((1, 1, 1), 7), ignore_index=7)  # guilty
 
 
 @program("zero_over_zero", "nll_loss_forward", "averages over nothing")
@@ -722,6 +728,76 @@ def data_that_came_so(model, batch):
     return model(batch).mean()
 
 
+made_in_the_step = functools.partial(program, "input_nonfinite", phase="data")
+BAD = np.array([[1, 2, np.nan, 4], [1, 2, 3, 4]], dtype=np.float32)
+
+
+@made_in_the_step("mm", "this line makes a tensor of data that hold NaN at [0, 2]", module="body")
+def an_array(model, batch):
+    return model(torch.from_numpy(BAD)).mean()  # guilty
+
+
+@made_in_the_step("mm", "this line makes a tensor of data that hold NaN at [0, 2]", module="body")
+def an_array_that_is_converted(model, batch):
+    x = torch.as_tensor(BAD.astype(np.float64), dtype=torch.float32)  # guilty
+    return model(x).mean()
+
+
+@made_in_the_step("mm", "this line makes a tensor of data that hold Inf at [0, 2]", module="body")
+def an_array_with_an_infinity(model, batch):
+    x = torch.tensor(np.where(np.isnan(BAD), np.inf, BAD).astype(np.float32))  # guilty
+    return model(x).mean()
+
+
+@made_in_the_step("mm", "this line makes a tensor of data that hold NaN at [0, 2]", module="body")
+def an_array_that_is_copied(model, batch):
+    x = torch.full((2, 4), NAN)
+    x.copy_(torch.from_numpy(BAD))  # guilty
+    return model(x).mean()
+
+
+@made_in_the_step("mm", "this line puts a number that is NaN into a tensor", module="body")
+def an_element(model, batch):
+    x = batch.clone()
+    x[0, 1] = NAN  # guilty
+    return model(x).mean()
+
+
+@made_in_the_step("mul", "this line makes a tensor of data that hold NaN at [1]", module="")
+def weights_in_a_list(model, batch):
+    weight = torch.tensor([1.0, NAN, 1.0, 1.0])  # guilty
+    return (model(batch) * weight).mean()
+
+
+TABLE_OF_THE_PROGRAM = torch.tensor([1.0, 2, NAN, 4])
+
+
+@made_in_the_step("add", "other of add, which no op of the step was seen to make, holds NaN at [2]", module="")
+def a_table_of_the_program(model, batch):
+    return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
+
+
+def an_edge_without_weight():
+    return torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, NAN], (2, 2)), torch.ones(2, 4)
+
+
+@made_in_the_step("sparse_addmm", "batch[0] holds NaN", batch=an_edge_without_weight, module="")
+def a_sparse_matrix(model, batch):
+    edges, x = batch
+    return model(torch.sparse.mm(edges, x)).mean()  # guilty
+
+
+def rows_without_weight():
+    rows = torch.tensor([[0.0, NAN], [1.0, 0.0]]).to_sparse_csr()
+    return rows, torch.ones(2, 4)
+
+
+@made_in_the_step("mm", "batch[0] holds NaN", batch=rows_without_weight, module="")
+def a_sparse_matrix_by_rows(model, batch):
+    rows, x = batch
+    return model(rows @ x).mean()  # guilty
+
+
 # ---- what was there before the step --------------------------------------------------------------------------------
 
 
@@ -781,9 +857,29 @@ def memory_holds_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@program("unknown", "masked_fill", "masked_fill was given a NaN as a constant")
+@program("nonfinite_constant", "masked_fill", "masked_fill is given a number of the program that is NaN")
 def a_nan_that_is_written_down(h):
     return h.masked_fill(h > 3, NAN)  # guilty
+
+
+@program("nonfinite_constant", "mul", "a number of the program that is NaN")
+def a_factor_that_is_nan(h):
+    return h * NAN  # guilty
+
+
+@program("nonfinite_constant", "mul", "a number of the program that is inf")
+def a_factor_that_is_infinite(h):
+    return h * INF  # guilty
+
+
+@program("zero_times_inf", "mul", "0 is multiplied by an infinity")
+def a_mask_that_is_multiplied_by_a_constant(h):
+    return h + (h > 0).float() * 0 * -INF  # guilty
+
+
+@program("unknown", "special_entr", "no rule fits", [[1, 2, 3, -1]])
+def an_op_without_a_rule(h):
+    return torch.special.entr(h)  # guilty
 
 
 @program("uninitialized_memory", "empty", "empty gives memory that", around=memory_holds_nan)
@@ -1063,6 +1159,19 @@ class AStepTooLong(nn.Module):
         return (out**2).amax()  # guilty
 
 
+@program(
+    "learning_rate_too_high",
+    "pow",
+    "head.layer.weight grew from ... in 3 steps of SGD with lr=100000",
+    batch=inputs,
+    lr=1e5,
+)
+class AStepFarTooLong(AStepTooLong):
+    def forward(self, h):
+        out = self.layer(h.detach())
+        return (out**2).amax()  # guilty
+
+
 def inputs_and_a_huge_one():
     return [*inputs()[:6], torch.full((8, 4), 1e25)]
 
@@ -1220,7 +1329,7 @@ def as_parameter(one: Program) -> Any:
     return pytest.param(one, marks=pytest.mark.xfail(strict=True, reason=one.xfail) if one.xfail else ())
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Sparse ):UserWarning")
 @pytest.mark.parametrize("one", [as_parameter(one) for one in PROGRAMS], ids=lambda one: one.name)
 def test_each_program_is_diagnosed(one: Program) -> None:
     found = diagnosed(one)
@@ -1358,6 +1467,61 @@ def test_nothing_is_found_where_nothing_is_wrong(harmless: Callable[[Tensor], Te
         nanguard.diagnose(model, mean, torch.tensor([[1.0, 0, 3, 4]]), precision="fp32")
 
 
+# ---- a NaN that was there before is inherited ------------------------------------------------------------------------
+
+OF_ONE = (
+    *("exp", "expm1", "exp2", "sinh", "cosh", "log", "log2", "log10", "log1p", "logit", "sqrt", "rsqrt", "reciprocal"),
+    *("acos", "asin", "acosh", "atanh", "erfinv", "lgamma", "digamma", "tan", "square", "sigmoid", "neg"),
+)
+BY_RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(torch, name) for name in OF_ONE if hasattr(torch, name)},
+    "log_sigmoid": F.logsigmoid,
+    "xlogy": lambda h: torch.xlogy(h, h),
+    "div": lambda h: 1 / h,
+    "div_by_itself": lambda h: h / h,
+    "remainder": lambda h: h % 2,
+    "addcdiv": lambda h: torch.addcdiv(h, h, h),
+    "pow": lambda h: h**0.5,
+    "pow_of_a_tensor": lambda h: h**h,
+    "norm": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "normalize": F.normalize,
+    "cosine_similarity": lambda h: F.cosine_similarity(h, h),
+    "cdist": lambda h: torch.cdist(h, h),
+    "std": lambda h: h.std(0),
+    "var": lambda h: h.var(0),
+    "mean": lambda h: h.mean(0),
+    "prod": lambda h: h.prod(1),
+    "cumprod": lambda h: h.cumprod(1),
+    "softmax": lambda h: h.softmax(-1),
+    "log_softmax": lambda h: h.log_softmax(-1),
+    "logsumexp": lambda h: h.logsumexp(-1),
+    "layer_norm": lambda h: F.layer_norm(h, (4,), eps=0.0),
+    "batch_norm": lambda h: F.batch_norm(h, None, None, training=True),
+    "mm": lambda h: h @ h.t(),
+    "half": lambda h: h.half(),
+    "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None]),
+    "cross_entropy": lambda h: F.cross_entropy(h, torch.tensor([0, 1])),
+    "binary_cross_entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.ones_like(h)),
+    "masked_fill": lambda h: h.masked_fill(h > 3, -INF).exp(),
+    "clamp": lambda h: h.clamp(max=INF),
+    "where": lambda h: torch.where(h > 0, h.log(), h),
+    "logdet": lambda h: torch.logdet(h @ h.t()),
+}
+
+
+@pytest.mark.parametrize("name", BY_RULES)
+def test_of_a_nan_no_rule_is_a_cause(name: str) -> None:
+    """Neither in a replay, nor by the graph that autograd keeps."""
+    function, x = BY_RULES[name], torch.tensor([[1.0, 2, NAN, 0.5], [1, 2, 3, 0.5]])
+    diagnosis = nanguard.diagnose(Net(Head(function)), mean, x, depth="brief", precision="fp32")
+    assert (diagnosis.cause, diagnosis.because) == ("input_nonfinite", "batch holds NaN at [0, 2]")
+
+    h = torch.tensor([[1.0, 2, 3, 0.5]] * 2, requires_grad=True)
+    loss = function(h * 1 + x * 0).float().mean()
+    finding = graph_probe.examine_graph([loss], None)
+    assert finding is None or finding.data
+
+
 # ---- none is left out ----------------------------------------------------------------------------------------------
 
 
@@ -1366,7 +1530,7 @@ def test_every_cause_is_expected_of_some_program() -> None:
     assert expected >= {row.name for row in causes.TABLE} - {"unknown"}
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Sparse ):UserWarning")
 def test_every_rule_decides_some_program() -> None:
     for one in PROGRAMS:
         diagnosed(one)
@@ -1417,8 +1581,8 @@ def test_every_cause_that_the_source_names_is_a_row() -> None:
 def test_the_rules_are_tried_in_this_order() -> None:
     assert [row.rule.__name__.strip("_") for row in causes.TABLE if row.rule] == [
         *("given", "ctc", "custom_backward", "discarded", "root_gradient", "exp", "log", "divide", "sqrt", "power"),
-        *("domain", "gamma", "statistic", "softmax", "normalisation", "norm_inside", "infinities", "overflow"),
-        "loss_over_nothing",
+        *("domain", "gamma", "ignored_labels", "statistic", "softmax", "normalisation", "norm_inside", "infinities"),
+        *("overflow", "loss_over_nothing"),
     ]
 
 

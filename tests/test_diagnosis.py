@@ -773,20 +773,40 @@ def test_a_batch_of_which_every_half_is_needed_names_no_sample() -> None:
     assert (diagnosis.cause, diagnosis.samples) == ("log_of_zero", ())
 
 
+def test_a_program_for_batches_of_one_size_is_tried_with_samples_several_times_over() -> None:
+    def fussy(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.view(8, -1)).sum()
+
+    diagnosis = nanguard.diagnose(Fragile(), fussy, with_zero(), precision="fp32")
+    tried = [(trial.what, trial.result) for trial in diagnosis.tried]
+    assert tried == [("sample 2 alone", "non-finite"), ("the batch without sample 2", "finite")]
+    assert diagnosis.samples == (2,)
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_a_table_with_as_many_rows_as_the_batch_blames_no_sample(size: int) -> None:
+    table = torch.zeros(8, 6)
+    table[0, 0] = NAN
+    diagnosis = nanguard.diagnose(
+        Fragile(torch.relu), lambda m, x: m(x + table[: len(x)]).sum(), torch.ones(size, 6), precision="fp32"
+    )
+    assert (diagnosis.cause, diagnosis.samples) == ("input_nonfinite", ())
+
+
 def test_why_something_was_not_tried_is_said() -> None:
     def fussy(model: nn.Module, x: Tensor) -> Tensor:
-        if len(x) != 8:
-            raise IndexError("always eight of them")
+        if not torch.equal(x, with_zero()):
+            raise IndexError("always the same ones")
         return model(x).sum()
 
     diagnosis = nanguard.diagnose(Fragile(), fussy, with_zero(), precision="fp32")
     assert {trial.result for trial in diagnosis.tried} == {None}
-    assert {trial.detail for trial in diagnosis.tried} == {"raises IndexError: always eight of them"}
-    assert diagnosis.samples == (2,)
+    assert {trial.detail for trial in diagnosis.tried} == {"raises IndexError: always the same ones"}
+    assert diagnosis.samples == ()  # no experiment shows it
     assert "not tried: raises IndexError" in diagnosis.report()
 
     def large(model: nn.Module, x: Tensor) -> Tensor:
-        if len(x) != 8:
+        if not torch.equal(x, with_zero()):
             raise torch.OutOfMemoryError("too large")
         return model(x).sum()
 

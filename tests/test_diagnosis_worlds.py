@@ -223,7 +223,7 @@ LOG = {"op": "log"}
 )
 def test_the_line_and_module_of_an_op(make: Callable[[], nn.Module], says: dict[str, str]) -> None:
     precision = "bf16" if says["mark"] == "without autocast" else "fp32"
-    diagnosis = diagnosed(make(), precision=precision)
+    diagnosis = diagnosed(make(), precision=precision, depth="full")
     assert_says(diagnosis, **says)
     assert diagnosis.samples == (() if says["mark"] == "through a view" else (2,))
     assert diagnosis.cause == ("log_of_zero" if says["op"] == "log" else "sqrt_grad_at_zero")

@@ -222,10 +222,17 @@ def set_module_call(function: Any) -> None:
     nn.Module._call_impl = function  # type: ignore[method-assign]
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """The stored values of a sparse tensor; a dense tensor itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor.detach()._values()
+    return tensor if tensor.layout is torch.strided else tensor.detach().values()
+
+
 def storage_of(tensor: Tensor) -> Any:
-    """What a tensor lies in; itself where it has no such thing, as sparse ones."""
+    """The memory of a tensor, of a sparse one that of its values; the tensor itself if it has none."""
     try:
-        return tensor.untyped_storage()
+        return values_of(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):
         return tensor
 

@@ -78,16 +78,16 @@ def line_that_makes_data(
 
     Functions that only use the data are ignored: ``not_in``, and ``forward`` of modules.
     """
-    program, found = ProgramSource(tuple(files)), list[Origin]()
+    program, found = ProgramSource(tuple(files)), list[tuple[bool, Origin]]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
         if program.function_of(node) in ("forward", *not_in):
             continue
         if isinstance(node, (ast.Assign, ast.AugAssign)) and set(names) & set(stored_names(node)):
-            found.append(program.origin(file, node, node.value))
-        for value in _parts_of_batch(node, names, place, num):
-            found.append(program.origin(file, node, value))
-    best = max(found, key=lambda origin: origin.risk, default=None)
-    return best.source if best is not None and best.risk > 1 else None
+            found.append((True, program.origin(file, node, node.value)))
+        for value, is_by_name in _parts_of_batch(node, names, place, num):
+            found.append((is_by_name, program.origin(file, node, value)))
+    risky = [each for each in found if each[1].risk > 1]  # a name says more than a place
+    return max(risky, key=lambda each: (each[0], each[1].risk))[1].source if risky else None
 
 
 def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Sequence[str] = ()) -> Source | None:
@@ -127,15 +127,15 @@ def names_in_unpacking(function: object, place: int) -> list[str]:
     return []
 
 
-def _parts_of_batch(node: ast.AST, names: Sequence[str], place: int | None, num: int) -> Iterator[ast.AST]:
-    """Entries of dicts by name, and of tuples of the batch's length by place."""
+def _parts_of_batch(node: ast.AST, names: Sequence[str], place: int | None, num: int) -> Iterator[tuple[ast.AST, bool]]:
+    """Entries of dicts by name (True), and of tuples of the batch's length by place (False)."""
     unpacked = node.value if isinstance(node, ast.Assign) else None  # a, b = 1, 2
     for each in ast.walk(node):
         if isinstance(each, ast.Dict):
             pairs = zip(each.keys, each.values, strict=True)
-            yield from (v for k, v in pairs if isinstance(k, ast.Constant) and k.value in names)
+            yield from ((v, True) for k, v in pairs if isinstance(k, ast.Constant) and k.value in names)
         elif isinstance(each, ast.Tuple) and each is not unpacked and len(each.elts) == num and place is not None:
-            yield from each.elts[place : place + 1] if isinstance(each.ctx, ast.Load) else ()
+            yield from ((v, False) for v in each.elts[place : place + 1] if isinstance(each.ctx, ast.Load))
 
 
 def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Iterator[tuple[str, ast.AST, ast.AST]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import Note, Swallow, TraceEvent
+from nanguard.diagnosis.provenance import PARAMETER, Note, Swallow, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -29,6 +29,7 @@ _DISCARDS = frozenset(
         "topk",
     ]
 )
+_ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "true_divide"))
 _MOST_LINKS = 12
 
 
@@ -94,7 +95,13 @@ def is_suspect(event: TraceEvent) -> bool:
         return True
     if event.kind == "outside":
         return event.has_nan or not event.is_mask
-    return event.kind == "given" and event.has_nan
+    return event.kind == "given" and (event.has_nan or computes_with_inf(event))
+
+
+def computes_with_inf(event: TraceEvent) -> bool:
+    """True if the model's values are multiplied by an infinite constant or the like. To fill with one is a mask."""
+    note = event.note
+    return note.op in _ARITHMETIC and bool(note.roots & PARAMETER and note.constants)
 
 
 def ancestors(ends: Iterable[TraceEvent]) -> list[TraceEvent]:

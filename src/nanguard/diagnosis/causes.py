@@ -80,6 +80,12 @@ _BY_ORIGIN = (
         rule=rules.given,
     ),
     CauseRow(
+        name="nonfinite_constant",
+        title="a number that is NaN or Inf",
+        fix="find where the program computes this number: a weight, a schedule, a running mean",
+        helps=("fix_code", "skip"),
+    ),
+    CauseRow(
         name="ctc_inf",
         title="CTC target that cannot be aligned",
         fix="leave out targets longer than their inputs, or pass zero_infinity=True",
@@ -157,6 +163,13 @@ _BY_VALUE = (
         rule=rules.gamma,
     ),
     CauseRow(
+        name="all_labels_ignored",
+        title="no label counts",
+        fix="leave out samples without a label, or divide the summed loss by the number of labels, at least 1",
+        helps=("skip", "fix_data", "fix_code"),
+        rule=rules.ignored_labels,
+    ),
+    CauseRow(
         name="std_of_single_element",
         title="deviation of a single element",
         fix="use unbiased=False, or drop a last batch of one (drop_last=True)",
@@ -217,6 +230,12 @@ _FOUND_ELSEWHERE = (
         title="non-finite data",
         fix="clean the data, or mask such entries before they are used",
         helps=("skip", "fix_data"),
+    ),
+    CauseRow(
+        name="learning_rate_too_high",
+        title="learning rate far too high",
+        fix="lower the learning rate by some powers of ten, or warm it up",
+        helps=("lower_lr", "fix_code"),
     ),
     CauseRow(
         name="gradient_explosion",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,18 @@ def gather(
     evidence.operands, evidence.sources = tuple(operands), tuple(made_by)
     _special(evidence, func, args, kwargs, values)
     evidence.finite_in, evidence.wide_reach = finite_in_wider(func, args, kwargs, before)
+    return evidence
+
+
+def where_bad(tensor: Tensor) -> Evidence:
+    """The non-finite values of data: the first, the rows that hold one, and how many of each kind there are."""
+    values = _compat.values_of(tensor)
+    evidence = Evidence(output=replace(_operand("data", values), shape=tuple(tensor.shape)))
+    bad = ~torch.isfinite(real_like(values))
+    if values is tensor:
+        evidence.element = place_of_first(bad) if bad.ndim else ()
+        evidence.samples = _rows(bad)
+    evidence.is_nan = bool(torch.isnan(real_like(values)).any())
     return evidence
 
 

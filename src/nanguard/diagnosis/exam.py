@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from nanguard.diagnosis.look import can_look
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import WatchedRun
+from nanguard.numerics.norm import tensor_norms
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
@@ -25,13 +29,29 @@ _MOST_STRETCHES, _STRETCHES_BEHIND = 64, 2
 _DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "stack"))
 
 
+class ParameterSizes:
+    """The largest absolute value of each parameter at one moment. Only ``read`` syncs."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        measured = {name: p.detach() for name, p in parameters.items() if can_look(p)}
+        self._sizes = dict(zip(measured, tensor_norms(list(measured.values()), math.inf), strict=True))
+
+    def read(self) -> dict[str, float]:
+        return {name: float(size) for name, size in self._sizes.items()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """What the guard remembers: readings of earlier healthy steps, and the weights of the oldest good snapshot."""
+    """What the guard remembers: readings of earlier healthy steps, and the weights of the oldest good snapshot.
+
+    ``first_sizes`` are those of the parameters when the guard was made; it has seen ``num_applied`` steps since.
+    """
 
     readings: Sequence[Reading] = ()
     older_weights: OlderWeights | None = None
     oldest_step: int | None = None
+    first_sizes: ParameterSizes | None = None
+    num_applied: int = 0
 
 
 @dataclass(slots=True)
@@ -49,12 +69,14 @@ class Exam:
         functions = (micro.loss_fn for micro in self.pending.microbatches)
         return user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
 
+    def batch(self) -> Any:
+        """The batch that failed, as far as it is known."""
+        micros = self.pending.microbatches
+        return micros[self.run.microbatch].batch if micros else self.pending.last_seen
+
     def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
         """The bad indices of the first dimension; empty if that is not the batch dimension."""
-        if not self.pending.microbatches:
-            return ()
-        num = num_samples(self.pending.microbatches[self.run.microbatch].batch)
-        shape = event.note.shape
+        num, shape = num_samples(self.batch()), event.note.shape
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
 
     def trail(self) -> tuple[Stretch, ...]:

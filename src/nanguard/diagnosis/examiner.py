@@ -18,7 +18,7 @@ from nanguard.diagnosis.provenance import Note
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.trials import Trials
+from nanguard.diagnosis.trials import Trials, with_shown_samples
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source, Trial
 from nanguard.records.steps import Reading
@@ -64,6 +64,8 @@ class Examiner:
             diagnosis = self.read(exam)
             if is_deep(diagnosis):
                 diagnosis = replace(Trials(replay, _BUDGET).made(diagnosis, run), depth="full")
+            else:
+                diagnosis = with_shown_samples(diagnosis)
         elif reading is not None:
             diagnosis = self._of_what_does_not_repeat(exam, replay, reading)
         else:

@@ -7,15 +7,18 @@ which op made a non-finite value from finite ones. They do not show its line; th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanguard import _compat
 from nanguard.diagnosis.causes import with_remedy
+from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
@@ -42,20 +45,26 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
 _BY_RESULT: dict[str, tuple[str, str]] = {
     "exp": ("exp_overflow", "the result exceeds what its format can hold"),
     "expm1": ("exp_overflow", "the result exceeds what its format can hold"),
-    "sqrt": ("sqrt_of_negative", "the root of a negative number was taken"),
     "rsqrt": ("div_by_zero", "1 is divided by the root of 0"),
     "reciprocal": ("div_by_zero", "1 is divided by 0"),
     "div": ("div_by_zero", "a denominator is 0; what it divides was not kept"),
 }
-"""Ops whose result or denominator alone is saved: the cause and the reason."""
+"""Ops whose result or denominator alone is saved: the cause and the reason. The result is Inf: NaN is inherited."""
+
+_ARGUMENTS = {"self": 0, "other": 1, "target": 1, "mat2": 1}
+"""Saved operands, and the place of each among the inputs of its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFinding:
-    """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible."""
+    """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible.
+
+    If the op was given non-finite ``data``, they are described there.
+    """
 
     op: str
     again: Callable[[], Tensor] | None
+    data: str
     became_nan: bool
     backward_at: Place | None
 
@@ -83,7 +92,9 @@ def read(
 ) -> Diagnosis:
     """The diagnosis: op and cause from the graph, the line from the source code."""
     diagnosis = _by_running_it(graph_finding, parts, examiner, pending, past)
-    if diagnosis is None:
+    if graph_finding.data:
+        diagnosis = Diagnosis(phase="data", cause="input_nonfinite", because=graph_finding.data)
+    elif diagnosis is None:
         cause, words = _BY_RESULT.get(graph_finding.op, ("unknown", "no operand of it was kept"))
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf
             cause = "zero_over_zero"
@@ -91,7 +102,6 @@ def read(
     source = _line_of(graph_finding)
     return replace(
         with_remedy(diagnosis),
-        phase="forward",
         op=graph_finding.op,
         module="",
         source=source,
@@ -124,18 +134,39 @@ def _by_running_it(
 # ---- the graph -------------------------------------------------------------------------------------------------------
 
 
-def _first_birth(root: Any) -> tuple[str, Callable[[], Tensor] | None] | None:
-    """The first op that made a non-finite value from finite ones."""
-    births = []
+def _first_birth(root: Any) -> tuple[str, Callable[[], Tensor] | None, str] | None:
+    """The first op that made a non-finite value from finite ones, or was given one: what comes later inherits it."""
+    found = []
     for node in _nodes(root):
         op = forward_op(node)
-        birth = _birth(op, node)
-        if birth is not None:
-            births.append((_compat.sequence_nr(node) or 0, op, birth[0]))
-    if not births:
+        birth, data = _birth(op, node), _bad_data(op, node)
+        if birth is not None or data:
+            again = None if birth is None else birth[0]
+            found.append((_compat.sequence_nr(node) or 0, node, (op, again, data)))
+    if not found:
         return None
-    _, op, again = min(births, key=lambda each: each[0])
-    return op, again
+    _, node, first = min(found, key=lambda each: each[0])
+    is_inherited = not first[2] and any(_shows_nonfinite(each) for each in _nodes(node) if each is not node)
+    return None if is_inherited else first
+
+
+def _bad_data(op: str, node: Any) -> str:
+    """The words for a non-finite operand that no node of the graph made; ``""`` if there is none."""
+    for name, place in _ARGUMENTS.items():
+        operand = _saved(node, name)
+        if operand is None or place >= len(node.next_functions) or node.next_functions[place][0] is not None:
+            continue
+        if look(operand).has_nan or (name == "target" and not look(operand).is_finite):  # Inf may be a mask
+            where = where_bad(operand)
+            at = f" at {list(where.element)}" if where.element else ""
+            return f"{name} of {op} holds {'NaN' if where.is_nan else 'Inf'}{at}"
+    return ""
+
+
+def _shows_nonfinite(node: Any) -> bool:
+    """True if a node has saved a non-finite operand or result."""
+    saved = (_saved(node, name) for name in ("result", "input", "weight", *_ARGUMENTS))
+    return any(tensor is not None and not look(tensor).is_finite for tensor in saved)
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -160,16 +191,20 @@ def _birth(op: str, node: Any) -> tuple[Callable[[], Tensor] | None] | None:
     if op == "div" and other is not None and look(other).is_finite and bool((other == 0).any()):
         return (None,)
     result = _saved(node, "result")
-    if op in _BY_RESULT and result is not None and not look(result).is_finite:
+    if op in _BY_RESULT and result is not None and look(result).high == math.inf:
         return (None,)
     return None
 
 
 def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] | None:
     """The saved operands, and a call of the op on them."""
-    first = _saved(node, "self")
+    first = _operand_of(node) if op == "sqrt" else _saved(node, "self")
     if first is None:
         return None
+    if op == "sqrt":
+        return (first,), first.sqrt
+    if op.startswith("nll_loss"):
+        return _loss_again(node, first)
     if op in _OF_ONE:
         return (first,), lambda: _OF_ONE[op](first)
     if op in ("div", "mul"):
@@ -182,6 +217,21 @@ def _again(op: str, node: Any) -> tuple[Sequence[Tensor], Callable[[], Tensor]] 
             return (first, exponent), lambda: torch.pow(first, exponent)
         return None if exponent is None else ((first,), lambda: torch.pow(first, exponent))
     return None
+
+
+def _operand_of(node: Any) -> Tensor | None:
+    """The operand of an op that saves its result alone: what the op before it gives again."""
+    before = node.next_functions[0][0]
+    again = None if before is None else _again(forward_op(before), before)
+    return None if again is None else again[1]()
+
+
+def _loss_again(node: Any, scores: Tensor) -> tuple[Sequence[Tensor], Callable[[], Tensor]] | None:
+    """The same for ``nll_loss`` with a mean, as ``cross_entropy`` ends with."""
+    target, weight, ignored = _saved(node, "target"), _saved(node, "weight"), _compat.saved_by(node, "ignore_index")
+    if target is None or ignored is None or _compat.saved_by(node, "reduction") != 1:
+        return None
+    return (scores,), lambda: functional.nll_loss(scores, target, weight, ignore_index=ignored)
 
 
 def _saved(node: Any, name: str) -> Tensor | None:

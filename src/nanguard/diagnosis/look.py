@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanguard import _compat
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,14 +50,22 @@ class ValueCounts:
 
 
 def can_look(tensor: Tensor) -> bool:
-    """True if a tensor can hold a NaN and its values can be read."""
+    """True if a dense tensor can hold a NaN and its values can be read."""
+    return tensor.layout is torch.strided and can_hold_nan(tensor)
+
+
+def can_hold_nan(tensor: Tensor) -> bool:
+    """The same for sparse tensors too."""
     kind = tensor.dtype in _FLOATS or tensor.is_complex()
-    return kind and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+    return kind and not tensor.is_meta and tensor.layout in _LAYOUTS and tensor.numel() > 0
 
 
 def look(tensor: Tensor) -> Look:
-    """The range of a tensor: one kernel, no copy."""
-    if not can_look(tensor):
+    """The range of a tensor, of a sparse one that of the values it stores: one kernel, no copy."""
+    if not can_hold_nan(tensor):
+        return NOTHING
+    tensor = _compat.values_of(tensor)
+    if tensor.numel() == 0:
         return NOTHING
     low, high = torch.aminmax(real(tensor.detach()))
     if tensor.device.type == "cpu":

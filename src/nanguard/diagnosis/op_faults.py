@@ -12,6 +12,8 @@ from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.rules import Case
 from nanguard.records.diagnosis import Diagnosis, Phase
 from nanguard.source.frames import source_of
+from nanguard.state.batches import num_samples
+from nanguard.state.trees import is_float, named_tensors
 
 _LARGEST_FP16 = 65504.0
 _JUMP = 64.0
@@ -36,7 +38,7 @@ def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
         because=because,
         operands=operands_of(event),
         element=event.evidence.element,
-        samples=exam.samples_of(event),
+        samples=_unlabelled(exam, event) if cause == "all_labels_ignored" else exam.samples_of(event),
         confidence="guess" if cause == "unknown" else "likely",
     )
     return _upstream(exam, diagnosis, event)
@@ -48,6 +50,22 @@ def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
         near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
         return near[0] if near else note.name
     return note.name
+
+
+def _unlabelled(exam: Exam, event: TraceEvent) -> tuple[int, ...]:
+    """The samples of which no label counts: of a shifted row of labels, the first does not count either."""
+    ignored, batch = event.evidence.operand("ignore_index"), exam.batch()
+    num = num_samples(batch)
+    if ignored is None or ignored.value is None:
+        return ()
+    labels = [t for _, t in named_tensors(batch) if t.ndim and t.shape[0] == num and not is_float(t)]
+    for shift in (0, 1):
+        for tensor in labels:
+            row = tensor.reshape(tensor.shape[0], -1)[:, shift:]
+            rows = row.eq(ignored.value).all(1).nonzero().flatten().tolist() if row.shape[1] else []
+            if rows:
+                return tuple(rows)
+    return ()
 
 
 def _module(exam: Exam, note: Note) -> str:

@@ -10,12 +10,15 @@ import torch
 from nanguard import _compat
 
 LIFTS = ("lift", "lift_fresh")
-"""The ops that the dispatcher sees for ``torch.tensor(...)``."""
+"""The ops that the dispatcher sees for ``torch.tensor(...)``, ``torch.from_numpy(...)`` and the like."""
+
+_OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_", "set_")
+"""Ops that do not read what they write to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Static facts about an op."""
+    """Static facts about an op. ``unread`` arguments are written to and not read."""
 
     op: str
     is_view: bool
@@ -24,6 +27,7 @@ class Plan:
     is_pointwise: bool
     arguments: tuple[str, ...]
     is_empty: bool
+    unread: tuple[str, ...]
 
 
 def plan_of(func: Any) -> Plan:
@@ -41,6 +45,7 @@ def plan_of(func: Any) -> Plan:
         is_pointwise=torch.Tag.pointwise in func.tags,
         arguments=tuple(a.name for a in arguments),
         is_empty=name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
+        unread=("self",) if name in _OVERWRITES else tuple(a.name for a in arguments if a.is_out),
     )
 
 

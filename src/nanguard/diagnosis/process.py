@@ -15,18 +15,35 @@ from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
+_NOT_BY_SIZE = (
+    *("all_labels_ignored", "ctc_inf", "custom_backward_bug", "label_out_of_domain", "nonfinite_constant"),
+    *("std_of_single_element", "uninitialized_memory"),
+)
+"""Causes that weights of any size have."""
+
 _GREW, _ROSE = 8.0, 50.0
 """Growth is at least this factor: of operands since a snapshot, and of readings over the last steps."""
 
 _ABSURD, _SANE = 1e12, 1e4
 """Training does not make one parameter larger than the first while most others are below the second."""
 
+_FIRST_STEPS, _JUMPED = 3, 1000.0
+"""If parameters grow by this factor within so few steps from the start, the learning rate is to blame."""
+
+_LARGEST_NORM = 1e3
+"""Unless the first gradients were larger than this: then they explode by themselves."""
+
 _PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
 
 
 def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
-    """The diagnosis of the slow growth behind an overflow, or the same diagnosis if there is none."""
-    if diagnosis.cause not in _OVERFLOWS or diagnosis.phase not in ("forward", "backward"):
+    """The diagnosis of the growth behind an overflow, or the same diagnosis if there is none."""
+    if diagnosis.phase not in ("forward", "backward"):
+        return diagnosis
+    jump = None if diagnosis.cause in _NOT_BY_SIZE else _jump(exam)
+    if jump is not None:
+        return _of_learning_rate(exam, diagnosis, *jump)
+    if diagnosis.cause not in _OVERFLOWS:
         return diagnosis
     huge = _huge_parameter(exam, event)
     if huge is not None:
@@ -50,6 +67,38 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
         cause="gradient_explosion",
         module=event.note.home or diagnosis.module,  # which of its ops overflows first is an accident
         because="; ".join(told) or "losses have risen from step to step",
+        samples=(),  # it took many steps
+        evidence=(*diagnosis.evidence, diagnosis.because),
+    )
+
+
+def _jump(exam: Exam) -> tuple[str, float, float] | None:
+    """The parameter that the first steps have made grow most, its size before and now. None if none has jumped."""
+    past = exam.past
+    if past.first_sizes is None or not 0 < past.num_applied <= _FIRST_STEPS:
+        return None
+    before, best = past.first_sizes.read(), None
+    for name, parameter in exam.parts.state.parameters().items():
+        then, now = before.get(name, math.nan), largest(parameter.detach())
+        growth = now / max(then, 1e-3)  # biases often begin with 0
+        if growth >= _JUMPED and (best is None or growth > best[0]):
+            best = growth, (name, then, now)
+    return None if best is None else best[1]
+
+
+def _of_learning_rate(exam: Exam, diagnosis: Diagnosis, name: str, then: float, now: float) -> Diagnosis:
+    optimizer = exam.parts.state.optimizer_of(name)
+    rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
+    norms = [max(reading.norms) for reading in exam.past.readings if reading.norms]
+    if rate < 1 and norms and norms[0] > _LARGEST_NORM:
+        return diagnosis
+    num = exam.past.num_applied
+    because = f"{name} grew from {then:.3g} to {now:.3g} in {num} step{'s' * (num > 1)}"
+    return replace(
+        diagnosis,
+        cause="learning_rate_too_high",
+        because=f"{because} of {type(optimizer).__name__} with lr={rate:g}",
+        samples=(),
         evidence=(*diagnosis.evidence, diagnosis.because),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +53,11 @@ class Note:
     owner: str = ""
     home: str = ""
     in_place: bool = False
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """The numbers among the arguments that are NaN or Inf."""
+        return tuple(number for number in self.scalars if not math.isfinite(number))
 
     @property
     def name(self) -> str:

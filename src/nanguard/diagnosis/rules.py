@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
-from nanguard.diagnosis.blame import TraceFinding, feeds_a_module
+from nanguard.diagnosis.blame import TraceFinding, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
@@ -119,14 +119,17 @@ def reach(operand: Operand | None) -> float:
 
 
 def given(case: Case) -> Found:
-    """A value that does not come from operands: uninitialised memory, or a NaN constant of torch."""
-    if case.event.kind != "given" or not case.event.has_nan or case.note.node in _SPREADS:
+    """A value that does not come from operands: uninitialised memory, or a number of the program or of torch."""
+    if case.event.kind != "given" or case.note.node in _SPREADS:
+        return None
+    if not case.event.has_nan and not computes_with_inf(case.event):
         return None
     near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
     if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
         return "log_of_negative", "logdet of a matrix whose determinant is negative"
-    if not all(map(math.isfinite, case.note.scalars)):
-        return "unknown", f"{case.op} was given a NaN as a constant"
+    if case.note.constants:
+        number = "NaN" if any(map(math.isnan, case.note.constants)) else str(case.note.constants[0])
+        return "nonfinite_constant", f"{case.op} is given a number of the program that is {number}"
     return "uninitialized_memory", f"{case.op} gives memory that nothing was written to"
 
 
@@ -276,6 +279,17 @@ def gamma(case: Case) -> Found:
             f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
         )
     return "log_of_zero", f"{case.op} has a pole at {number(value)}"
+
+
+def ignored_labels(case: Case) -> Found:
+    """A mean over the targets that count, and none does."""
+    if "nll_loss" not in case.op or not case.is_birth or case.evidence.count != 0:
+        return None
+    ignored = case.evidence.operand("ignore_index")
+    return (
+        "all_labels_ignored",
+        f"every label is {number(_value(ignored))}, which the loss leaves out: a mean over nothing",
+    )
 
 
 def statistic(case: Case) -> Found:

@@ -16,8 +16,6 @@ from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
-from nanguard.state.batches import num_samples
-from nanguard.state.trees import named_tensors
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
 
@@ -47,8 +45,13 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         source=source_of(user.place) if user else None,
         dtype=plain_dtype(event.note.dtype),
         shape=event.note.shape,
+        samples=exam.samples_of(event),
         confidence="certain",
+        evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
     )
+    if event.note.place is not None:
+        return _of_made_data(diagnosis, event)
+    diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event)}")
     if kind == "parameter":
         return _of_parameter(exam, diagnosis, name)
     if kind == "buffer":
@@ -62,11 +65,13 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
             source=line or diagnosis.source,
             is_line_traced=line is None,
             because=because,
+            samples=(),
+            evidence=(),
         )
     if kind == "state":
         because = f"{name} is non-finite before the step"
-        return replace(diagnosis, phase="optimizer", cause="optimizer_state_corrupted", because=because)
-    where, samples = _where_in_batch(exam, event.origin)
+        cause = "optimizer_state_corrupted"
+        return replace(diagnosis, phase="optimizer", cause=cause, because=because, samples=(), evidence=())
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
     line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files(), not_in=users)
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
@@ -74,11 +79,25 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         diagnosis,
         source=line or diagnosis.source,
         is_line_traced=line is None,
-        samples=samples,
-        because=f"{event.origin} holds {where}",
         confidence="guess" if event.note.roots & OTHER else "certain",  # its origin is unknown
-        evidence=() if user is None else (f"first used by {user.name} at {source_of(user.place)}",),
     )
+
+
+def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
+    """Data that a line of the step makes a tensor of: an array, a list, a number that is assigned to an element."""
+    if event.note.shape:
+        because = f"this line makes a tensor of data that hold {_what_and_where(event)}"
+    else:
+        because = f"this line puts a number that is {_what_and_where(event)} into a tensor"
+    return replace(diagnosis, source=source_of(event.note.place), because=because)
+
+
+def _what_and_where(event: TraceEvent) -> str:
+    """``NaN at [3, 0] and 2 more``."""
+    data, evidence = event.evidence.output, event.evidence
+    num = 0 if data is None else data.num_nan + data.num_inf
+    at = f" at {list(evidence.element)}" if evidence.element else ""
+    return f"{'NaN' if event.has_nan else 'Inf'}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
@@ -110,6 +129,8 @@ def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
         source=line or diagnosis.source,
         is_line_traced=line is None,
         because=f"parameter {name} was non-finite before the step: {share}",
+        samples=(),
+        evidence=(),
         confidence="likely",
     )
 
@@ -135,23 +156,6 @@ def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> 
     module = exam.parts.state.module(owner)
     line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
     return owner, line
-
-
-def _where_in_batch(exam: Exam, origin: str) -> tuple[str, tuple[int, ...]]:
-    """What a tensor of the batch holds and where, and the affected samples."""
-    micros, place = exam.pending.microbatches, exam.run.microbatch
-    batch = micros[place].batch if micros else None
-    prefix = "batch" if len(micros) == 1 else f"microbatches[{place}]"
-    tensor = dict(named_tensors(batch, prefix)).get(origin)
-    if tensor is None:
-        return "NaN or Inf", ()
-    bad = ~torch.isfinite(tensor)
-    kind = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
-    at = f" at {bad.nonzero()[0].tolist()}" if bad.ndim else ""
-    more = f" and {int(bad.sum()) - 1:,} more" if int(bad.sum()) > 1 else ""
-    rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist() if bad.ndim else []
-    is_samples = bad.ndim > 0 and num_samples(batch) == bad.shape[0]
-    return f"{kind}{at}{more}", tuple(rows[:64]) if is_samples else ()
 
 
 def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:

@@ -2,8 +2,9 @@
 
 An op with a non-finite output is an event. *birth*: it made the value from finite ones. *turned*: it made a NaN from
 infinities. *given*: the value is a constant (a mask, an initial value) or uninitialised memory. *outside*: the value
-existed before the step. *heir*: the value comes from an input. The trace keeps numbers, not tensors, and identifies a
-tensor by its storage, because it sees every op that makes or writes one.
+is data: it existed before the step, or a tensor was made of an array or a list. *heir*: the value comes from an input.
+The trace keeps numbers, not tensors, and identifies a tensor by its storage, because it sees every op that makes or
+writes one.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from nanguard import _compat
+from nanguard.diagnosis.data_events import data_event, has_posinf
 from nanguard.diagnosis.evidence import gather, new_places
-from nanguard.diagnosis.look import NOTHING, Look, can_look, look
+from nanguard.diagnosis.look import NOTHING, Look, can_hold_nan, can_look, look
 from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
 from nanguard.diagnosis.provenance import (
     BATCH,
     OTHER,
     PARAMETER,
-    STATE,
     EventPhase,
     Kind,
     Leaf,
@@ -100,10 +101,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _outside(self, name: str, leaf: Leaf, tensor: Tensor, owner: str = "") -> TraceEvent:
         note = Note(-1, "", "forward", None, "", owner=owner, roots=leaf.roots)
         note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
-        event = TraceEvent(note, "outside", leaf.look.has_nan, origin=name, has_posinf=_has_posinf(tensor, leaf.look))
-        may_be_mask = not event.has_nan and not leaf.roots & (PARAMETER | STATE)
-        may_be_mask = may_be_mask and not (leaf.roots & BATCH and event.has_posinf)  # a sample weight of Inf
-        event.is_mask = may_be_mask and _is_mask(tensor)
+        event = data_event(note, tensor)
+        event.origin = name
         self.events.append(event)
         return event
 
@@ -202,6 +201,7 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not outputs:
             return
         inputs = [] if plan.is_empty or plan.op in LIFTS else list(_named_tensors(plan, args, kwargs))
+        inputs = [each for each in inputs if each[0] not in plan.unread]
         sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
         note = self._note(plan, site, node, args, kwargs, sources)
         bad = self._bad_inputs(note, inputs, before)
@@ -212,6 +212,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if note.look is NOTHING and can_look(tensor):
                 note.look, note.dtype, note.shape = seen, str(tensor.dtype), tuple(tensor.shape)
             self._made[key] = note
+            if plan.op in LIFTS and tensor.ndim:  # one number is a constant
+                note.roots = BATCH
             name = self._watched.get(key)
             if name is not None and not self.in_update:
                 self.writes.setdefault(name, note)
@@ -275,11 +277,11 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The non-finite inputs, each with its events."""
         bad = []
         for name, tensor in inputs:
-            if not can_look(tensor):
+            if not can_hold_nan(tensor):
                 continue
             key = _compat.storage_key(tensor)
             if key not in self._made and key not in self._leaves:
-                what = f"a tensor that no op of the step was seen to make ({name} of {note.op})"
+                what = f"{name} of {note.op}, which no op of the step was seen to make,"
                 self._leaves[key] = leaf = Leaf(what, OTHER, NOTHING)
                 leaf.look = look(before.get(id(tensor), tensor))
                 note.roots |= OTHER
@@ -304,27 +306,30 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad: list[tuple[Tensor, tuple[TraceEvent, ...]]],
         worst: list[tuple[Tensor, Look]],
     ) -> TraceEvent:
-        output, seen = worst[0]
+        output, seen = _compat.values_of(worst[0][0]), worst[0][1]
+        if plan.op in LIFTS:
+            return data_event(note, output)
         parents = tuple({id(event): event for _, events in bad for event in events}.values())
         values = [(name, before.get(id(tensor), tensor)) for name, tensor in inputs]
         kind: Kind = "heir"
-        places = None
-        if plan.is_empty or any(not math.isfinite(s) for s in note.scalars) or not inputs:
+        constants = note.constants
+        if plan.is_empty or not inputs:
             kind = "given"
         elif not bad:
             unseen = [source for (_, v), source in zip(values, sources, strict=True) if not look(v).is_finite]
-            kind = "given" if unseen else "birth"
+            kind = "given" if unseen or constants else "birth"
             if unseen and isinstance(unseen[0], Note):  # written by an integer view, so no float op saw it
                 note = unseen[0]
         else:
-            if plan.is_pointwise:
-                places = new_places(output, [v for _, v in values])
+            is_new = plan.is_pointwise and new_places(output, [v for _, v in values]) is not None
             nan_before = any(look(before.get(id(t), t)).has_nan for t, _ in bad)
-            if places is not None:
-                kind = "birth"
+            if is_new:
+                kind = "given" if constants else "birth"
             elif seen.has_nan and not nan_before:
                 kind = "turned"
-        event = TraceEvent(note, kind, seen.has_nan, parents, has_posinf=_has_posinf(output, seen))
+        if kind == "given" and constants and seen.has_nan and not any(map(math.isnan, constants)):
+            kind = "turned"  # 0 times a constant infinity
+        event = TraceEvent(note, kind, seen.has_nan, parents, has_posinf=has_posinf(output, seen))
         event.wrote = next((self._watched[k] for k in map(_compat.storage_key, [output]) if k in self._watched), "")
         if kind in ("birth", "turned"):
             num = sum(e.kind in ("birth", "turned") for e in self.events)
@@ -351,18 +356,6 @@ def _belong(op: str, node: str) -> bool:
     """True if an op can have made a node."""
     op, node = op.replace("_", ""), node.replace("_", "")
     return op.startswith(node) or node.startswith(op)
-
-
-def _has_posinf(tensor: Tensor, seen: Look) -> bool:
-    if not seen.has_nan:
-        return seen.high == math.inf
-    return bool(torch.isposinf(tensor.detach().real if tensor.is_complex() else tensor.detach()).any())
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """True for zeros and infinities only: a mask that is added to scores."""
-    values = tensor.detach()
-    return bool((torch.isinf(values) | (values == 0)).all())
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,10 @@ import torch
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
-from nanguard.state.batches import num_samples
+from nanguard.state.batches import filled, num_samples
+
+_OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
+"""Causes that are not in the batch."""
 
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
@@ -31,7 +35,7 @@ class Trials:
     def made(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         """The diagnosis with the experiments and, if one was found, the fix that works."""
         diagnosis = self._precision(diagnosis, run)
-        diagnosis = self._samples(diagnosis, run)
+        diagnosis = self._samples(diagnosis)
         confirmed = diagnosis.cause.startswith("overflow") and any(
             trial.result == "finite" and "fp32" in trial.what for trial in self._done
         )
@@ -118,31 +122,36 @@ class Trials:
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
-    def _samples(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
-        """Find the samples of the batch that make the step non-finite."""
+    def _samples(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Name the samples that make the step non-finite, if experiments show it."""
         micros = self._replay.pending.microbatches
         num = num_samples(micros[0].batch) if len(micros) == 1 else None
-        if num is None or num < 2 or diagnosis.phase in ("parameter", "optimizer"):
-            return diagnosis
+        is_of_past = diagnosis.phase in ("parameter", "optimizer") or diagnosis.cause in _OF_EARLIER_STEPS
+        if num is None or num < 2 or is_of_past:
+            return with_shown_samples(diagnosis)
         suspects = [sample for sample in diagnosis.samples if sample < num]
         if len(suspects) == num:
+            if diagnosis.cause == "all_labels_ignored":
+                return diagnosis
             suspects = []
         is_guessed = not suspects
         if is_guessed:
             suspects = self._bisected(num)
         if not suspects or len(suspects) == num:
-            return replace(diagnosis, samples=()) if len(diagnosis.samples) == num else diagnosis
+            return replace(diagnosis, samples=())
         alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
-        is_innocent = alone is True or (alone is None and without is False)
-        if is_guessed and without is False:  # every sample may cause it, for example if a factor on the loss is wrong
+        if alone is without is None:
+            return with_shown_samples(diagnosis)
+        is_guilty = alone is not True and without is True
+        if alone is False and not without:  # every sample may cause it, for example if a factor on the loss is wrong
             some = others[:: max(1, len(others) // _MOST_OTHERS)]
-            is_innocent = all(self._on(f"sample {sample} alone", [sample], num) is False for sample in some)
-        return replace(diagnosis, samples=() if is_innocent else tuple(suspects))
+            is_guilty = any(self._on(f"sample {sample} alone", [sample], num) for sample in some)
+        return replace(diagnosis, samples=tuple(suspects) if is_guilty else ())
 
     def _bisected(self, num: int) -> list[int]:
-        """Bisect the batch to the smallest part that is non-finite alone. Empty if neither half is."""
+        """Bisect the batch to one sample that is non-finite alone. Empty if it takes several together."""
         left = list(range(num))
         while len(left) > 1:
             half = len(left) // 2
@@ -151,14 +160,22 @@ class Trials:
                     left = part
                     break
             else:
-                return left if len(left) < num else []
+                return []
         return left
 
     def _on(self, what: str, samples: Sequence[int], num: int) -> bool | None:
+        """None if this could not be tried. A program for batches of one size gets the samples several times over."""
         before = len(self._done)
-        result = self._try(what, lambda: self._replay.is_finite(samples=samples, num=num))
-        made = self._done[before:]
-        return None if not made or made[-1].result is None else result
+        for batch in (samples, filled(samples, num)):
+            result = self._try(what, functools.partial(self._replay.is_finite, samples=batch, num=num))
+            made = self._done[before:]
+            if made and made[-1].result is not None:
+                del self._done[before:-1]
+                return result
+            if not made or not made[-1].detail.startswith("raises"):
+                break
+        del self._done[before + 1 :]
+        return None
 
     # ---- one trial -----------------------------------------------------------------------------------------------
 
@@ -183,6 +200,13 @@ class Trials:
             self._spent += self._replay.seconds_of_last
         self._done.append(Trial(what=what, result="finite" if finite else "non-finite"))
         return finite
+
+
+def with_shown_samples(diagnosis: Diagnosis) -> Diagnosis:
+    """Without experiments, samples are named only if the batch itself shows them: by its values or its labels."""
+    is_shown = diagnosis.cause == "all_labels_ignored"
+    is_shown = is_shown or (diagnosis.phase == "data" and diagnosis.because.startswith(("batch", "microbatches[")))
+    return diagnosis if is_shown else replace(diagnosis, samples=())
 
 
 def _samples_in_words(samples: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nanguard.diagnosis.causes import with_remedy
-from nanguard.diagnosis.exam import Past
+from nanguard.diagnosis.exam import ParameterSizes, Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
 from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.records.diagnosis import Diagnosis
@@ -25,6 +25,7 @@ class Casebook:
         self, parts: StepParts, examinations: DiagnosisScheduler, ring: SnapshotRing | None, bundles: Bundles | None
     ) -> None:
         self._parts, self._examinations, self._ring, self._bundles = parts, examinations, ring, bundles
+        self._first_sizes = ParameterSizes(parts.state.parameters())
 
     def examine(self, pending: PendingStep, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
         """Where it came from and why; the same on all ranks. What the run ends with is not taken for a repeat."""
@@ -33,6 +34,8 @@ class Casebook:
             readings=tuple(self._parts.journal.recent),
             older_weights=None if ring is None else ring.weights_of_oldest,
             oldest_step=ring.steps[0] if ring is not None and ring.steps else None,
+            first_sizes=self._first_sizes,
+            num_applied=self._parts.journal.counts["applied"],
         )
         diagnosis = self._examinations.examine(
             pending, reading, past, update="update" in reading.found, is_last=is_last
