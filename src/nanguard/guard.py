@@ -173,8 +173,7 @@ class Guard:
             )
         if torch.is_grad_enabled():
             pending = pending or self._engine.open(rerunnable=False, divisor=self._engine.accumulate)
-            self._parts.begin_microbatch(pending)
-            self._parts.begin_own_forward(pending)
+            self._engine.before_own_forward(pending)
             return self._engine.in_own_loop()
         self._parts.last_forward.mend_()
         return self._parts.precision.autocast()
@@ -366,6 +365,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._engine.end(error)
         if error is None:
             self.close()
         self._parts.journal.sum_up()

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from nanguard.errors import LaunchError
+from nanguard.errors import LaunchError, NanguardError
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -55,8 +57,7 @@ class LaunchedProgram:
         except SystemExit:
             raise
         except BaseException as error:
-            inside = None if error.__traceback__ is None else _after_ours(error.__traceback__)
-            sys.excepthook = _beginning_with(inside, error, sys.excepthook)
+            sys.excepthook = _without_our_frames(error, sys.excepthook)
             raise
 
     def _compiled(self) -> CodeType:
@@ -65,21 +66,44 @@ class LaunchedProgram:
         return compile(self._code, self.path, "exec", dont_inherit=True)  # without our own __future__ imports
 
 
-def _after_ours(trace: TracebackType) -> TracebackType | None:
-    """The part of the traceback that begins with the program."""
-    rest: TracebackType | None = trace
-    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
-        rest = rest.tb_next
-    return rest
+def _without_our_frames(ours: BaseException, hook: Hook) -> Hook:
+    """Also for the errors that it came from."""
+    inside: dict[int, tuple[BaseException, TracebackType | None]] = {}
+    todo: list[BaseException | None] = [ours]
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in inside:
+            inside[id(each)] = each, _of_program(each)
+            todo += [each.__cause__, each.__context__]
 
-
-def _beginning_with(inside: TracebackType | None, ours: BaseException, hook: Hook) -> Hook:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if error is ours:
-            error.__traceback__ = trace = inside  # Python's own hook reads the first
+            for each, its_trace in inside.values():
+                each.__traceback__ = its_trace  # Python's own hook reads these
+            trace = error.__traceback__
         hook(kind, error, trace)
 
     return show
+
+
+def _of_program(error: BaseException) -> TracebackType | None:
+    """The traceback as it is without nanguard. If nanguard itself has failed, its lines stay."""
+    lines: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        lines.append(trace)
+        trace = trace.tb_next
+    if not lines or (_is_ours(lines[-1]) and not isinstance(error, NanguardError)):
+        return error.__traceback__
+    rest: TracebackType | None = None
+    for line in reversed(lines):
+        if not _is_ours(line):
+            rest = TracebackType(rest, line.tb_frame, line.tb_lasti, line.tb_lineno)
+    return rest
+
+
+def _is_ours(line: TracebackType) -> bool:
+    return line.tb_frame.f_code.co_filename.startswith(_OURS)
 
 
 def _script(target: str) -> tuple[bytes, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,10 +247,7 @@ class ProgramMonitor:
     def step_with_closure(
         self, optimizer: Optimizer, call: Callable[[Any], Any], closure: Closure, *, runs_first: bool
     ) -> Any:
-        """The program calls ``step(closure)``. ``runs_first``: the optimizer is known to call it once, first of all.
-
-        Then it runs before the step is decided on, and the optimizer gets the loss that it returned.
-        """
+        """The program calls ``step(closure)``. ``runs_first``: it runs before the step is decided on."""
         self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
@@ -363,13 +361,22 @@ class ProgramMonitor:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
+        self.end(sys.exc_info()[1])
         with self._busy(), _compat.unwatched():
             return self.registry.unsound()
+
+    def end(self, error: BaseException | None) -> None:
+        """The program ends now, because of ``error`` if there is one, maybe in the middle of a step that is bad."""
+        if not self.is_idle and self.children.is_parent:
+            self._tracer.stop()
+            with self._at_work("the last pass could not be examined"), _compat.unwatched():
+                self._coordinator.end(error)
 
     def close(self) -> None:
         """Processes what is under way and ends the run log. Afterwards the program is not guarded."""
         if self._is_closed or not self.children.is_parent:
             return
+        self.end(sys.exc_info()[1] or getattr(sys, "last_value", None))  # atexit comes after the traceback
         self._tracer.stop()
         self._taper.forget()
         self._is_busy = True

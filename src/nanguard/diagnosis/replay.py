@@ -106,7 +106,13 @@ class Replay:
 
     def _watch_one(self, run: WatchedRun, place: int) -> None:
         run.microbatch = place
-        loss = self._dry_run.forward(self.pending, place)
+        try:
+            loss = self._dry_run.forward(self.pending, place)
+        except Exception:  # the program may raise because of what is non-finite
+            run.look_at_end()
+            if run.is_finite:
+                raise
+            return
         with _compat.unwatched():
             run.look_at_loss(loss)
         if not run.is_finite:

@@ -226,7 +226,7 @@ class DiagnosisScheduler:
         micros = [
             Microbatch(_call_again, call, call.rng, reduce_gradients=False, autocast=call.autocast)
             for call in pending.calls
-            if call.gradients  # a call without gradients has no part in the loss
+            if call.gradients or not call.has_returned  # a call without gradients has no part in the loss
         ]
         if not micros:
             return None

@@ -42,6 +42,12 @@ class WatchedRun:
         if not look(loss).is_finite:
             self.found, self.ends = "loss", self.trace.events_of(loss)
 
+    def look_at_end(self) -> None:
+        """At the last op that made a NaN, or an Inf that is not a mask: the program raised instead of giving a loss."""
+        bad = [event for event in self.trace.events if event.has_nan or (event.has_posinf and not event.is_mask)]
+        if bad:
+            self.found, self.ends = "loss", (bad[-1],)
+
     def look_at_gradients(self, parts: StepParts) -> None:
         """Of what an optimizer owns."""
         owned = {id(p) for group in parts.skippable.groups() for p in group}

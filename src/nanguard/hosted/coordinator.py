@@ -43,11 +43,16 @@ class StepCoordinator:
         is_first = hosted not in self.iteration.noted
         if is_first:
             self.iteration.noted.append(hosted)
+        else:
+            hosted.look_for_discarded(self.iteration)
         hosted.before_forward(is_first=is_first)
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:
         """The host is about to call ``backward()`` on these. Does not sync on a GPU."""
         seen = self.note_losses(losses)
+        for call in self.iteration.calls:
+            if not call.is_discarded:
+                call.outputs.clear()
         for hosted in self.iteration.noted:
             hosted.after_forward(seen)
         self.examine_graph(losses)
@@ -71,6 +76,7 @@ class StepCoordinator:
         if hosted in self.iteration.stepped:  # without a backward pass: the program sets gradients itself
             self.begin_iteration()
         this = self.iteration
+        hosted.look_for_discarded(this)
         is_first = not this.stepped
         this.stepped.append(hosted)
         skips_all = this.refused or (is_first and self._is_another_bad(hosted))
@@ -87,6 +93,12 @@ class StepCoordinator:
                 if other is not hosted:
                     other.put_back()
         return result
+
+    def end(self, error: BaseException | None) -> None:
+        """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
+        this, self.iteration = self.iteration, Iteration()
+        if not this.stepped and this.noted:
+            this.noted[0].end(this, error)
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""

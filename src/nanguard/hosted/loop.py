@@ -218,6 +218,8 @@ class HostedLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._is_closed:
+            self._coordinator.end(error)
         self.close()
 
     # ---- what happened -------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class HostedLoop:
         return is_scaled
 
     def _open_calls(self) -> list[Call] | None:
-        if self._is_closed or not torch.is_grad_enabled():
+        if self._is_closed or not torch.is_grad_enabled() or any(hosted.is_rerunning for hosted in self._steps):
             return None
         self._coordinator.begin_iteration()
         return self._coordinator.iteration.calls

@@ -16,23 +16,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from nanguard import _compat
 from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
-from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
+from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.names import names_in_sight
 from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates
 from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.trained_modules import TrainedModules
+from nanguard.hosted.unchecked import UncheckedSteps
 from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
-from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
+from nanguard.records.steps import Reading
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
-from nanguard.state.training_state import CapturedUpdate
 from nanguard.state.undo import Undo
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
+from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -54,7 +55,7 @@ class _SharedBuffers(Undo):
         self._owner.undo_()
 
 
-class HostedStep:
+class HostedStep(UncheckedSteps):
     """``trained`` contains all that the optimizer trains; ``roots`` are the modules that the program calls.
 
     ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
@@ -124,6 +125,7 @@ class HostedStep:
             snapshot_dir=None,
         )
         self.examinations = self.recovery.examinations
+        self._discarded = DiscardedPasses(self.parts, self.recovery)
         if can_trace:
             self.examinations.advice = _ADVICE
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
@@ -131,13 +133,8 @@ class HostedStep:
         self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
         if not makes_finite_updates(optimizer):
             self.parts.careful_until = FOREVER
-        self.num_calls = 0
         self.was_applied = True
         """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
-        self.is_checked_afterwards = False
-        """Whether the optimizer computes gradients inside ``step()``, so that it can only be checked afterwards."""
-        self.runs_closure_first = False
-        """Whether it was seen to call its closure once, before anything else: its steps can be checked before."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
         self._num_params = sum(len(group) for group in self.skippable.groups())
@@ -160,6 +157,11 @@ class HostedStep:
         """The open step; a new one if an exception has ended the last one early."""
         return self.parts.pending or self.engine.open(rerunnable=False, divisor=1)
 
+    @property
+    def is_rerunning(self) -> bool:
+        """Whether a bad step is being run again, to examine it: calls of modules are not the host's."""
+        return self.parts.pending is not None and self.parts.pending.rerunnable
+
     def share_buffers_of(self, other: HostedStep) -> None:
         """If another optimizer trains the same module, it is enough that one of them notes the buffers."""
         self.parts.buffers = _SharedBuffers(other.parts.buffers, self.parts.state.device)
@@ -177,6 +179,18 @@ class HostedStep:
         self.parts.last_forward.mend_in_any_case_()
         self.engine.mode.note(pending)
         self.parts.last_forward.begin_(self.parts.buffers)
+
+    def look_for_discarded(self, this: Iteration) -> None:
+        """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
+        is_part = len(this.losses) > 1
+        if self.sync == "eager":  # else the host must not wait
+            self._discarded.look_for(self._pending(), this.calls, is_part=is_part)
+
+    def end(self, this: Iteration, error: BaseException | None) -> None:
+        """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
+        self.engine.settle()
+        self.forbid_tracing()
+        end_in_the_middle(self._pending(), this, self._discarded, error)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
@@ -267,58 +281,6 @@ class HostedStep:
         self.open()
         return self.skippable.result
 
-    def before_unchecked_step(self) -> CapturedUpdate:
-        """For an optimizer that computes gradients inside ``step()``, so that nothing is known before."""
-        self.num_calls += 1
-        self._pending()
-        return self.parts.state.capture_update()
-
-    def after_unchecked_step(self, before: CapturedUpdate, this: Iteration) -> None:
-        """Takes the step back if it has made something non-finite."""
-        parts, pending = self.parts, self.parts.pending
-        assert pending is not None
-        parts.end(counts=True)
-        self.was_applied = False
-        try:
-            self._fill(pending, this)
-            reading = self._read_unchecked_step(pending, this, is_spoiled=before.is_spoiled())
-            if reading.found:
-                before.put_back()
-                self.put_back()
-        except (KeyboardInterrupt, SystemExit):  # it is not known whether the step was good, or half of it is put back
-            before.put_back()
-            self.put_back()
-            raise
-        if reading.found:
-            with self.recovery.letting_interrupts_out():
-                parts.journal.record(self.recovery.answer(pending, parts.judge(reading)))
-        else:
-            self.was_applied = True
-            parts.last_forward.mend_()
-            verdict = Verdict(kind="healthy", reading=reading)
-            parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
-        self.open()
-
-    def learn_from(self, watched: WatchedClosure | None) -> None:
-        """After an unchecked step: whether those to come can be checked before, as ``watched`` has seen."""
-        self.runs_closure_first = watched is not None and watched.ran_once_and_first
-        if not self.runs_closure_first and not self.is_checked_afterwards:
-            self.is_checked_afterwards = True
-            log.warning(
-                "%s computes or changes gradients inside step(), so its steps cannot be checked before: each is "
-                "checked afterwards, and taken back if it made something non-finite",
-                type(self.optimizer).__name__,
-            )
-
-    def _read_unchecked_step(self, pending: PendingStep, this: Iteration, *, is_spoiled: bool) -> Reading:
-        losses = [float(loss) for loss in this.losses]
-        loss = next((each for each in losses if not math.isfinite(each)), losses[0] if losses else math.nan)
-        found: tuple[Found, ...] = ()
-        if is_spoiled:
-            found = ("loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update",)
-        rates = self.parts.state.schedule.known_rates
-        return Reading(step=pending.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
-
     def skip_with_others(self, this: Iteration) -> None:
         """Another optimizer of the same iteration was refused, so this one is skipped too."""
         self.num_calls += 1
@@ -367,7 +329,10 @@ class HostedStep:
             return [self._mean_that_counts(losses)]
         flags = torch.isfinite(torch.stack([loss.double().to(self.parts.state.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
-        return losses if len(good) in (0, len(losses)) or self.has_bad_gradients() else good
+        if len(good) in (0, len(losses)) or self.has_bad_gradients():
+            return losses
+        self._discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
+        return good
 
     def _mean_that_counts(self, losses: list[Tensor]) -> Tensor:
         """The same without waiting for the device."""

@@ -217,7 +217,9 @@ def noun(outcome: Outcome) -> str:
         return "non-finite micro-batch" if reading.dropped_microbatches else "non-finite gradient"
     return (
         "non-finite "
-        + {"loss": "loss", "gradients": "gradient", "buffers": "buffer", "update": "update"}[reading.found[0]]
+        + {"loss": "loss", "gradients": "gradient", "buffers": "buffer", "update": "update", "output": "output"}[
+            reading.found[0]
+        ]
     )
 
 
@@ -235,6 +237,8 @@ def _found(outcome: Outcome) -> str:
         parts.append(f"gradients {f'of {joined(reading.gradients)}' if reading.gradients else elsewhere}")
     if "update" in reading.found:
         parts.append("finite gradients, but what the optimizer made of them; taken back")
+    if "output" in reading.found:
+        parts.append("what the model returned")
     if "buffers" in reading.found:
         parts.append(f"buffers {joined(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"

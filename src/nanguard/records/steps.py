@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from nanguard.records.diagnosis import Diagnosis
 
-Found = Literal["loss", "gradients", "buffers", "update"]
-"""Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at."""
+Found = Literal["loss", "gradients", "buffers", "update", "output"]
+"""Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at; in an
+``output`` of the model, if there was no backward pass since the program threw it away."""
 
 Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence"]
 """What a step was.

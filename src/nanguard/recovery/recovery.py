@@ -109,6 +109,17 @@ class Recovery:
         behind = self._parts.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
+    def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
+        """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""
+        diagnosis = self.casebook.examine(pending, reading)
+        kept = self.casebook.gather(pending, reading, diagnosis)
+        verdict = replace(
+            self._parts.judge(reading), means=self._means(pending), progress=self._parts.journal.progress
+        )
+        action = Action(response="skip")
+        outcome = Outcome(verdict=verdict, action=action, applied=False, did=did, diagnosis=diagnosis)
+        return replace(outcome, bundle=self.casebook.write(outcome, kept))
+
     def look(self, pending: PendingStep) -> Outcome | None:
         """Between steps: an outcome if the state is damaged although every step was finite. Waits for the device."""
         if self.ring is not None:

@@ -6,6 +6,7 @@ if it is small. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ _LARGEST_GRADIENT = 32 << 20
 class Call:
     """One call of the model, or of one ``module`` of several that train together.
 
-    ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its
-    line.
+    ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its line.
+    ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
     If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
     """
 
@@ -45,6 +46,24 @@ class Call:
     module: nn.Module | None = None
     place: Place | None = None
     gave_nonfinite: bool = False
+    outputs: list[Tensor] = field(default_factory=list)
+    has_returned: bool = False
+    graph: Callable[[], Any] | None = None
+    """Returns None once the graph of the outputs is gone."""
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether the program has thrown the outputs away, without a backward pass. Does not sync."""
+        return bool(self.outputs) and self.graph is not None and self.graph() is None and not self.has_gradients
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The floating-point tensors among the arguments."""
+        return [tensor for tensor in tensors((self.args, dict(self.kwargs))) if is_float(tensor)]
+
+    @property
+    def known_gradients(self) -> list[Tensor]:
+        return [gradient for gradient in self.gradients if gradient is not None]
 
     @property
     def has_gradients(self) -> bool:
@@ -157,12 +176,16 @@ class CallRecorder:
         if not calls or not torch.is_grad_enabled():
             return
         call = calls[-1]
+        call.has_returned = True
         for place, tensor in enumerate(_outputs(output)):
             call.gradients.append(None)
             if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
                 call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
             else:
-                tensor.register_hook(_Saver(call.gradients, place))  # type: ignore[no-untyped-call]
+                saver = _Saver(call.gradients, place)
+                tensor.register_hook(saver)  # type: ignore[no-untyped-call]
+                call.outputs.append(tensor.detach())
+                call.graph = weakref.ref(saver)
 
 
 class _Hook:

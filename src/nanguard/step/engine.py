@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanguard.state.data import Data
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.eager import Eager
 from nanguard.step.late import Late
 from nanguard.step.measurement import MeasurementLayout
@@ -63,6 +65,7 @@ class StepEngine:
         self._taper = TapeRecorder(self._note_random_states, kind)
         self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self._taper)
         self._records_calls = self._is_taping = records_calls
+        self._discarded = DiscardedPasses(parts, recovery)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -148,12 +151,27 @@ class StepEngine:
         """Runs one backward pass of the user's own loop."""
         tracer = self.recovery.tracer
         self._taper.stop()
+        for call in pending.calls:
+            call.outputs.clear()
         if isinstance(loss, Tensor):
             self._taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
         with self._giving_memory_back(), tracer.watching():
             self.parts.backward(pending, loss)
         pending.live = tracer.after_backward(loss) or pending.live
+
+    def before_own_forward(self, pending: PendingStep) -> None:
+        """Before a forward pass of the user's own loop, who may have thrown away the one before it."""
+        if self.late is None:  # else the host must not wait
+            self._discarded.look_for(pending, pending.calls, is_part=bool(pending.losses))
+        self.parts.begin_microbatch(pending)
+        self.parts.begin_own_forward(pending)
+
+    def end(self, error: BaseException | None) -> None:
+        """The user's own loop was left, because of ``error`` if there is one. Syncs if that was in the middle."""
+        pending = self.parts.pending
+        if pending is not None and not pending.rerunnable and pending.has_begun:
+            self._discarded.end(pending, pending.calls, pending.losses, error)
 
     def _open_calls(self) -> list[Call] | None:
         pending = self.parts.pending
@@ -222,7 +240,11 @@ class StepEngine:
         return micro
 
     def _run(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        loss, aux = self._forward_backward(pending, micro)
+        try:
+            loss, aux = self._forward_backward(pending, micro)
+        except Exception as error:
+            self._discarded.raised(pending, micro, error)
+            raise
         pending.microbatches.append(micro)
         self.parts.look_back(micro)
         return loss, aux
@@ -316,6 +338,7 @@ class StepEngine:
 
     def leave_epoch(self, number: int) -> None:
         if number == self.num_epochs:  # a generator may be closed long after its loop was left
+            self.end(sys.exc_info()[1])
             self.parts.drop_unfinished()
             self._left_early = True
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nanguard.records.steps import Outcome, Verdict
+from nanguard.records.steps import Outcome, Reading, Verdict
 from nanguard.step.pending import PendingStep
 
 
@@ -64,6 +64,9 @@ class Responder(Protocol):
 
     def look(self, pending: PendingStep) -> Outcome | None:
         """Between steps: an outcome if the state is damaged although every step was finite. Waits for the device."""
+
+    def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
+        """A non-finite pass that never became a step, and what the program did instead."""
 
     def back_off(self, step: int) -> None:
         """A routine overflow of scaled fp16 gradients."""

@@ -1,0 +1,58 @@
+"""The loss that a program was looking at when it raised: ``assert torch.isfinite(loss)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.hosted.iteration import Iteration
+from nanguard.source.frames import Place
+from nanguard.step.discarded import DiscardedPasses
+from nanguard.step.pending import PendingStep
+
+
+def last_loss(error: BaseException | None) -> tuple[Tensor, Place] | None:
+    """The innermost non-finite loss among the variables of the functions that ``error`` has passed, and its line.
+
+    Only for an error that ends the program: reading variables may keep them alive. Syncs.
+    """
+    for frame, line in reversed(list(_passed(error))):
+        for value in list(frame.f_locals.values()):
+            if _is_bad_loss(value):
+                return value, (frame.f_code.co_filename, line, frame.f_code.co_name)
+    return None
+
+
+def end_in_the_middle(
+    pending: PendingStep, this: Iteration, discarded: DiscardedPasses, error: BaseException | None
+) -> None:
+    """The program ends before the step of this iteration: it is examined if it is not finite. Syncs."""
+    pending.live, pending.graph_finding = this.live, this.graph_finding
+    pending.last_seen = list(this.batches) or None
+    losses = list(this.losses)
+    seen = None if losses or isinstance(error, KeyboardInterrupt) else last_loss(error)
+    if seen is not None:
+        losses.append(seen[0].detach().reshape(()))
+        pending.graph_finding = examine_graph([seen[0]], seen[1])
+    discarded.end(pending, list(this.calls), losses, error)
+
+
+def _passed(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _is_bad_loss(value: object) -> bool:
+    # type(), since isinstance asks proxies for their class, and some of them then do something.
+    if not issubclass(type(value), Tensor):
+        return False
+    assert isinstance(value, Tensor)
+    if value.numel() != 1 or value.grad_fn is None or not value.is_floating_point():
+        return False
+    return not bool(torch.isfinite(value.detach()).all())

@@ -1,0 +1,172 @@
+"""Passes that never become a step: the program raises, ends, or leaves a bad batch out. They are examined too.
+
+``state/discarded.py`` puts buffers back after such a pass. Nothing else has changed, so nothing else is done about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanguard.errors import NanguardError
+from nanguard.numerics.finite import nonfinite
+from nanguard.records.steps import Found, Reading
+from nanguard.step.calls import Call
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import Microbatch, PendingStep
+from nanguard.step.protocols import Responder
+
+log = logging.getLogger("nanguard")
+
+_OF_ANOMALY_MODE = "returned nan values in its"
+"""How ``detect_anomaly`` puts it. It raises before the gradient has reached anything that can be looked at."""
+
+_LEFT_OUT = "the program left this batch out itself"
+_LONGEST = 160
+
+_MOST_IN_VAIN = 3
+"""``loss_fn`` is run again after an error at most so many times without a result: it may raise for other reasons."""
+
+_NOT_BY_NAN = (torch.OutOfMemoryError, OSError, ImportError, NameError, StopIteration)
+
+
+class DiscardedPasses:
+    """Looks at what the program has thrown away, once for each pass. Logs its own errors and never raises them."""
+
+    def __init__(self, parts: StepParts, recovery: Responder) -> None:
+        self._parts, self._recovery = parts, recovery
+        self._num_vain = 0
+
+    def look_for(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
+        """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
+
+        A mask may make an Inf, so Inf does not count. ``is_part``: the step goes on with other passes. Call it before a
+        forward pass, or before the optimizers step. Syncs if the program has thrown a pass away, else not.
+        """
+        if not any(call.is_discarded for call in calls):
+            return
+        gone = [call for call in calls if call.is_discarded]
+        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in call.outputs)]
+        for call in gone:
+            call.outputs.clear()
+        calls[:] = [call for call in calls if all(call is not each for each in bad)]
+        for call in bad:
+            self._examine(pending, [call], ("output",), math.nan, _LEFT_OUT, is_part=is_part)
+
+    def left_out(self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], *, is_part: bool) -> None:
+        """The program has called ``backward()`` on ``losses``, some of them bad, and cleared the gradients itself."""
+        bad = [call for call in calls if nonfinite(call.known_gradients, self._parts.state.device)]
+        calls[:] = [call for call in calls if all(call is not each for each in bad)]
+        loss = next((value for value in map(float, losses) if not math.isfinite(value)), math.nan)
+        self._examine(pending, bad or list(calls), ("loss",), loss, _LEFT_OUT, is_part=is_part)
+
+    def end(
+        self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
+    ) -> None:
+        """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one."""
+        if isinstance(error, KeyboardInterrupt) or not (calls or losses):
+            return
+        found, loss = self._found(calls, losses, error)
+        if found:
+            self._parts.buffers.undo_()
+            self._parts.last_forward.forget()
+            self._examine(pending, calls, found, loss, _in_words(error), is_part=False)
+
+    def raised(self, pending: PendingStep, micro: Microbatch, error: Exception) -> None:
+        """``loss_fn`` of ``guard.step`` has raised. If something is non-finite when it runs again, that is why."""
+        if self._num_vain >= _MOST_IN_VAIN or micro.rng is None or isinstance(error, (NanguardError, *_NOT_BY_NAN)):
+            return
+        before = len(self._parts.journal.history)
+        again = replace(pending, microbatches=[*pending.microbatches, micro])
+        self._examine(again, [], ("output",), math.nan, _in_words(error), is_part=False, if_explained=True)
+        self._num_vain += len(self._parts.journal.history) == before
+
+    def _found(
+        self, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
+    ) -> tuple[tuple[Found, ...], float]:
+        values = [float(loss) for loss in losses]
+        bad = next((value for value in values if not math.isfinite(value)), None)
+        if bad is not None:
+            return ("loss",), bad
+        loss = values[-1] if values else math.nan
+        grads = [p.grad for group in self._parts.skippable.groups() for p in group if p.grad is not None]
+        if nonfinite(grads, self._parts.state.device) or _OF_ANOMALY_MODE in str(error):
+            return ("gradients",), loss
+        counts = torch.isnan if error is None else _is_nonfinite
+        outputs = [output for call in calls for output in call.outputs]
+        if any(bool(counts(output).any()) for output in outputs) or self._was_given_bad(calls, error):
+            return ("output",), loss
+        return (), loss
+
+    def _was_given_bad(self, calls: list[Call], error: BaseException | None) -> bool:
+        """Whether the model raised, or its results were too large to be kept, and what it was given is non-finite."""
+        unseen = [call for call in calls if not call.outputs]
+        return error is not None and any(nonfinite(call.inputs, self._parts.state.device) for call in unseen)
+
+    def _examine(
+        self,
+        pending: PendingStep,
+        calls: list[Call],
+        found: tuple[Found, ...],
+        loss: float,
+        did: str,
+        *,
+        is_part: bool,
+        if_explained: bool = False,
+    ) -> None:
+        parts = self._parts
+        if parts.ranks.has_others:  # they know nothing of it, and would wait for us or we for them
+            log.warning(
+                "step %d: the program threw away a non-finite pass; it is not examined on one rank", pending.step
+            )
+            return
+        try:
+            parts.last_forward.mend_in_any_case_()
+            seen = [(call.args, dict(call.kwargs)) for call in calls]
+            alone = replace(pending, calls=calls, last_seen=pending.last_seen or seen)
+            rates = parts.state.schedule.known_rates
+            names = self._bad_gradients() if "gradients" in found else ()
+            reading = Reading(
+                step=pending.step,
+                epoch=pending.epoch,
+                batch=pending.batch,
+                loss=loss,
+                mean_loss=loss,
+                lrs=rates,
+                found=found,
+                gradients=names,
+            )
+            with self._recovery.letting_interrupts_out():
+                outcome = self._recovery.leave_out(alone, reading, did)
+                if if_explained and outcome.diagnosis is None:
+                    return
+                if is_part:
+                    parts.journal.remember(outcome)
+                else:
+                    parts.num_steps += 1
+                    pending.step += 1
+                    parts.journal.record(outcome)
+        except Exception:
+            log.exception("step %d: a pass that the program threw away could not be examined", pending.step)
+
+    def _bad_gradients(self) -> tuple[str, ...]:
+        parts = self._parts
+        grads = [(p, p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
+        return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
+
+
+def _is_nonfinite(tensor: Tensor) -> Tensor:
+    return ~torch.isfinite(tensor)
+
+
+def _in_words(error: BaseException | None) -> str:
+    if error is None or isinstance(error, SystemExit):
+        return "the program ended before its optimizer stepped"
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"the program raised {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
