@@ -56,7 +56,8 @@ def without(batches: Batches, *places: int) -> Batches:
 
 def assert_none_was_refused(incidents: Sequence[Incident]) -> None:
     """What the program leaves out itself is explained; the steps that it makes are all let through."""
-    assert {incident.outcome.did for incident in incidents} <= {"the program left this batch out itself"}
+    left_out = {"the program left this batch out itself", "the program ended before its optimizer stepped"}
+    assert {incident.outcome.did for incident in incidents} <= left_out
 
 
 @pytest.mark.parametrize("check", ["before", "after"])

@@ -6,6 +6,7 @@ import atexit
 import logging
 import multiprocessing
 import multiprocessing.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,10 @@ class Autopilot:
     def num_optimizers(self) -> int:
         """How many have been guarded. A program that updates its tensors itself counts as one."""
         return self._monitor.registry.num_optimizers
+
+    def end(self) -> None:
+        """The program has ended, maybe by the error that is being handled now: examines a step that it did not make."""
+        self._monitor.end(sys.exc_info()[1])
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""

@@ -361,7 +361,6 @@ class ProgramMonitor:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
-        self.end(sys.exc_info()[1])
         with self._busy(), _compat.unwatched():
             return self.registry.unsound()
 

@@ -184,6 +184,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
         if autopilot is not None:
             from nanguard.autopilot.summary import sentence
 
+            autopilot.end()
             unsound = autopilot.unsound()
             autopilot.uninstall()
             told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)
