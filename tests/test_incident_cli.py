@@ -555,7 +555,7 @@ def test_as_json_the_answer_is_one_object(program: Path) -> None:
         ("{file}:smaller", "out.weight is [2, 8] there and [1, 8] in the bundle"),
         ("{file}:bad_step", "the step raised KeyError: 'z' (program_"),
         ("{file}:drawing", "do not fit the model of the entry: weight is not in the bundle"),
-        ("broken.py:build", "importing broken.py raised SyntaxError"),
+        ("broken.py:build", "broken.py is not a Python file, line 1: "),
         ("missing.py:build", "importing missing.py raised ModuleNotFoundError: No module named 'nowhere_else'"),
         ("missing:build", "importing missing raised ModuleNotFoundError: No module named 'nowhere_else'"),
     ],
@@ -563,7 +563,7 @@ def test_as_json_the_answer_is_one_object(program: Path) -> None:
 def test_what_cannot_be_run_is_said(program: Path, entry: str, words: str) -> None:
     path = fail(program)
     (program.parent / "broken.py").write_text("def build(:\n")
-    (program.parent / "missing.py").write_text("import nowhere_else\n")
+    (program.parent / "missing.py").write_text("import nowhere_else\n\ndef build(): ...\n")
     result = run("replay", path, "--entry", entry.format(file=program))
     assert result.exit_code == 2, result.output
     assert words in result.stderr
@@ -698,3 +698,72 @@ def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"nanguard {command} runs/a" in result.stdout
+
+
+# ---- a program that nanguard run has run
+
+TRAINS = """
+import sys, torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h / (h - h.detach() + x.abs().sum()))
+
+if __name__ == "__main__":
+    torch.manual_seed(int(sys.argv[1]))
+    model = Model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.zeros(2, 4) if step == 3 else torch.randn(2, 4)
+        opt.zero_grad()
+        model(x).pow(2).mean().backward()
+        opt.step()
+"""
+BUILDS = """
+from pathlib import Path
+from train import Model
+Path("was-run").touch()
+if True:
+    def build():
+        return Model()
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "nanguard", *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_what_nanguard_run_saved_is_replayed_without_an_entry(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "builds.py").write_text(BUILDS)
+    ran = command(tmp_path, "run", "--capture", "full", "train.py", "7")
+    assert "step 3  the loss is NaN" in ran.stderr
+    place = "nanguard-runs/train/incidents/0001"
+    told = command(tmp_path, "replay", place)
+    assert told.returncode == 0, told.stderr
+    assert "reproduced: div_by_zero" in told.stdout or "reproduced: zero_over_zero" in told.stdout
+    assert "run again up to step 0" in told.stdout, "its weights were saved"
+    assert f"  nanguard replay {place}\n" in command(tmp_path, "explain", place).stdout
+    wrong = command(tmp_path, "replay", place, "--entry", "builds.py:biuld")
+    assert (wrong.returncode, "builds.py has no function 'biuld'" in wrong.stderr) == (2, True)
+    assert not (tmp_path / "was-run").exists(), "the file was only read"
+    entry = command(tmp_path, "replay", place, "--entry", "builds.py:build")
+    assert (entry.returncode, entry.stdout.partition("\n")[0]) == (0, told.stdout.partition("\n")[0])
+
+
+def test_without_saved_weights_the_program_runs_up_to_the_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    command(tmp_path, "run", "train.py", "7")
+    told = command(tmp_path, "replay", "nanguard-runs/train")
+    assert told.returncode == 0, told.stderr
+    assert "run again up to step 3" in told.stdout
+    (tmp_path / "train.py").write_text("print('nothing')")
+    gone = command(tmp_path, "replay", "nanguard-runs/train")
+    assert (gone.returncode, "train.py ended before step 3 called its model" in gone.stderr) == (2, True)

@@ -60,7 +60,7 @@ def test_first_what_and_what_was_done_then_where_why_sample_fix_and_what_was_sav
     assert (Path(__file__).parents[1] / "docs" / "causes" / "overflow_fp16.md").is_file()
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_it_fits_and_commands_and_code_are_never_broken(width: int) -> None:
     text = panel(incident(diagnosis()))
     lines = fitted(text, width).splitlines()

@@ -10,27 +10,32 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail
+from nanguard.cli.speech import fail, say
 
 EXAMPLES = (
-    "nanguard replay runs/a/incidents/0001 --entry train:build",
-    "nanguard replay runs/a --entry path/to/train.py:build --pdb",
+    "nanguard replay nanguard-runs/train --pdb",
+    "nanguard replay runs/a/incidents/0001 --entry train.py:build",
 )
 
 
 def replay(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident. If it is a run, its last incident.")],
     entry: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Builds the model: pkg.module:build or file.py:build.")
-    ],
+        str | None, typer.Option(metavar="FILE:FUNCTION", help="Builds the model: train.py:build or pkg.train:build.")
+    ] = None,
     pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger at the first bad value.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and is passed to build(seed).")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Run a non-finite step again, with the same data, random states and precision.
 
-    build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn),
-    or a dict of these; loss_fn(model, batch) returns the loss. Weights are taken from the incident if it has them.
+    An incident of nanguard run needs no --entry: the program itself is run until it calls its model in that step, and
+    the model is called again with the saved inputs. If the weights were saved (--capture full), the first call is
+    enough.
+
+    With --entry, build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer,
+    batches, loss_fn), or a dict of these; loss_fn(model, batch) returns the loss. For an incident of nanguard run,
+    build may return the model alone. Weights are taken from the incident if it has them.
 
     Exits with status 0 if the result is the same (cause, op and module), 1 if not, 2 if the step could not be run.
     """
@@ -41,12 +46,13 @@ def replay(
     from nanguard.replay import rerun
     from nanguard.replay.debugger import debug
     from nanguard.replay.entry import build
+    from nanguard.replay.program import from_program
 
     out = Console(highlight=False)
     try:
         bundle = words.read(path)
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            stage = rerun.prepare(bundle, build(entry, seed))
+            stage = rerun.prepare(bundle, from_program(bundle) if entry is None else build(entry, seed))
             replayed = rerun.replay(stage)
             if pdb and replayed.diagnosis is not None:
                 typer.echo(words.outcome(replayed, bundle), err=as_json)
@@ -59,5 +65,5 @@ def replay(
 
         typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
     elif not pdb or replayed.diagnosis is None:
-        out.print(words.outcome(replayed, bundle), markup=False, soft_wrap=True)
+        say(out, words.outcome(replayed, bundle))
     raise typer.Exit(replayed.status)

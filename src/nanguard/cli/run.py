@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
     from nanguard.autopilot.launch import LaunchedProgram
     from nanguard.hosted.settings import Settings
+    from nanguard.incidents.bundle import CaptureLevel
     from nanguard.run_folder import RunFolder
 
 EXAMPLES = (
@@ -62,6 +63,10 @@ def run(
     keep_fp32: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Run this module in fp32. May be given several times.")
     ] = None,
+    capture: Annotated[
+        str,
+        typer.Option(metavar="LEVEL", help="Save of a bad step: none, meta, batch, full (weights too)."),
+    ] = "batch",
     trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line, and only after incidents.")] = False,
@@ -86,7 +91,7 @@ def run(
         program = LaunchedProgram(script, args or (), is_module=is_module)
         settings = _settings(program, policy, halt_on_first, max_norm, trace)
         place, kept = _place(run_dir, program.name), tuple(keep_fp32 or ())
-        settings = dataclasses.replace(settings, run_dir=place, keep_fp32=kept)
+        settings = dataclasses.replace(settings, run_dir=place, keep_fp32=kept, capture=_checked(capture))
     except LaunchError as error:
         fail(str(error), as_json=False)
     options = functools.partial(_options, settings, policy, halt_on_first, quiet)
@@ -113,13 +118,20 @@ def _settings(
     return Settings(policy=chosen, max_norm=max_norm, trace=trace, script=program.path, argv=program.args)
 
 
+def _checked(capture: str) -> CaptureLevel:
+    for level in ("none", "meta", "batch", "full"):
+        if capture == level:
+            return level
+    raise typer.BadParameter(f"--capture must be none, meta, batch or full, got {capture!r}")
+
+
 def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -> list[str]:
     """The options for another rank of the same run. All ranks share the folder, so it is made now to fix its name."""
     folder = None
     if settings.run_dir is not None:
         with contextlib.suppress(OSError):  # the run log of this rank warns about it
             folder = settings.run_dir.make()
-    given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder}
+    given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder, "--capture": settings.capture}
     flags = {"--trace": settings.trace, "--halt-on-first": halts, "--quiet": quiet}
     values = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     values += [text for name in settings.keep_fp32 for text in ("--keep-fp32", name)]

@@ -22,6 +22,7 @@ from nanguard.diagnosis.look import look
 from nanguard.diagnosis.trace import forward_op
 from nanguard.errors import ReplayError
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.replay.calls import call_again
 from nanguard.replay.entry import is_inside, told
 from nanguard.replay.rerun import Stage
 from nanguard.source.frames import Place, find_site
@@ -86,7 +87,7 @@ def _run(stage: Stage, place: int, watch: _Watch) -> None:
     try:
         with stage.conditions(place), _compat.without_compilation(), watch:
             with Precision.resolve(stage.precision, stage.device).autocast():
-                result = stage.program.loss_fn(model, stage.batches[place])
+                result = (stage.program.loss_fn or call_again())(model, stage.batches[place])
             loss = result[0] if isinstance(result, tuple) else result
             scaled = loss if stage.loss_scale is None else loss.float() * stage.loss_scale.initial
             scaled.sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,12 +31,16 @@ _ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltProgram:
-    """What the user's function returned. ``loss_fn(model, batch)`` returns the loss."""
+    """What the user's function returned. ``loss_fn(model, batch)`` returns the loss; None: there was none.
+
+    ``notes`` say what may be different from the run.
+    """
 
     model: nn.Module
-    loss_fn: Callable[[Any, Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
     optimizer: Any = None
     batches: Any = None
+    notes: tuple[str, ...] = ()
 
 
 def build(entry: str, seed: int) -> BuiltProgram:
@@ -57,17 +62,57 @@ def _function(entry: str) -> Callable[..., Any]:
     where, colon, name = entry.rpartition(":")
     if not colon or not where or not name:
         raise ReplayError(f"--entry must be module:function or path/to/file.py:function, got {entry!r}")
+    _check_source(where, name, entry)
     module = _from_file(where, entry) if where.endswith(".py") else _by_name(where, entry)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         there = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        close = difflib.get_close_matches(name, there, cutoff=0.4) or there[:5]
-        hint = f"; there are {', '.join(close)}" if close else ""
-        raise ReplayError(f"--entry {entry}: {where} has no function {name!r}{hint}")
+        raise ReplayError(_no_function(entry, where, name, there))
     function: Callable[..., Any] = found
     return function
+
+
+def _no_function(entry: str, where: str, name: str, there: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, there, cutoff=0.4) or there[:5]
+    hint = f"; there are {', '.join(close)}" if close else ""
+    return f"--entry {entry}: {where} has no function {name!r}{hint}"
+
+
+def _check_source(where: str, name: str, entry: str) -> None:
+    """Raises ``ReplayError`` if the file cannot have such a function. It is read, not run: running it may train."""
+    path = Path(where) if where.endswith(".py") else Path(*where.split(".")).with_suffix(".py")
+    if not path.is_file():
+        return
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ReplayError(f"--entry {entry}: {path} is not a Python file{line}: {why}") from None
+    names = list(_bound_names(tree.body))
+    first = name.partition(".")[0]
+    if "*" not in names and first not in names and "__getattr__" not in names:
+        functions = [each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each in tree.body]
+        raise ReplayError(_no_function(entry, where, name, functions))
+
+
+def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """The names that a file defines; ``*`` for a star import. What is inside functions does not count."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name
+            continue
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        yield from (
+            node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        )
+        for part in ("body", "orelse", "finalbody"):
+            yield from _bound_names(getattr(statement, part, ()))
+        for handler in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield from _bound_names(handler.body)
 
 
 def _from_file(where: str, entry: str) -> ModuleType:
@@ -129,6 +174,8 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 def _program(given: Any, entry: str) -> BuiltProgram:
     wrong = f"--entry {entry}: it must return {SHAPES}; it returned "
+    if isinstance(given, nn.Module):
+        return BuiltProgram(model=given, loss_fn=None)
     if isinstance(given, (tuple, list)) and not hasattr(given, "_fields"):
         if len(given) not in _ORDERS:
             raise ReplayError(f"{wrong}{len(given)} values")

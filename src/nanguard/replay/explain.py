@@ -19,6 +19,7 @@ from nanguard.records.printable import printable
 from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
 from nanguard.replay.faults import Fault, Faults
+from nanguard.replay.runs import header_of
 from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _kept(bundle: Bundle) -> Iterator[str]:
     if "batch" in bundle.captured or "samples" in bundle.captured:
         where = shlex.quote(str(bundle.path))
         yield "run it again"
-        yield f"  nanguard replay {where} --entry train.py:build"
+        yield f"  nanguard replay {where}{'' if header_of(bundle).get('script') else ' --entry train.py:build'}"
 
 
 def _clean(text: str) -> str:

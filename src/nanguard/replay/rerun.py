@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from nanguard.incidents.bundle import named_weights
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.replay.calls import call_again, is_calls
 from nanguard.replay.entry import BuiltProgram, told
 from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
@@ -101,11 +102,16 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
         precision=precision,
         loss_scale=_loss_scale(bundle),
     )
+    stage.notes += program.notes
     _load_weights(stage)
     _set_modes(stage)
     _find_batches(stage)
     _find_states(stage)
     _compare_surroundings(stage)
+    if program.loss_fn is None:
+        if not all(map(is_calls, stage.batches.values())):
+            raise ReplayError("the entry returns only a model: let it return (model, loss_fn)")
+        stage.program = replace(program, loss_fn=call_again())
     return stage
 
 
@@ -139,7 +145,7 @@ def _examine(stage: Stage, place: int, recorded: Diagnosis | None) -> Diagnosis 
         with stage.conditions(place):
             return diagnose(
                 program.model,
-                program.loss_fn,
+                program.loss_fn or call_again(),
                 stage.batches[place],
                 program.optimizer if in_update else None,
                 precision=stage.precision,
@@ -204,7 +210,8 @@ def _load_weights(stage: Stage) -> None:
     weights = stage.bundle.weights()
     if not weights:
         why = stage.bundle.why_not("weights")
-        stage.notes.append(f"the bundle holds no weights ({why}): those of the entry are used")
+        whose = "program" if stage.program.notes else "entry"
+        stage.notes.append(f"the bundle holds no weights ({why}): those of the {whose} are used")
         return
     live = named_weights(stage.program.model)
     missing = [name for name in live if name not in weights]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nanguard.errors import BundleError, RunLogError
 from nanguard.incidents.bundle import folders
+from nanguard.incidents.reader import Bundle
 from nanguard.records.printable import printable
 from nanguard.records.run import RUN_LOG
 from nanguard.runlog.reader import read_run
@@ -47,6 +50,14 @@ def in_one_line(run: Path) -> str:
     if causes:
         told.append("; ".join(list(causes)[:3]) + (" and more" if len(causes) > 3 else ""))
     return printable(f"{run}   {', '.join(told[:2])}{': ' + told[2] if causes else ''}")
+
+
+def header_of(bundle: Bundle) -> Mapping[str, Any]:
+    """The header of the log of an incident's run. Empty if there is no log."""
+    try:
+        return read_run(bundle.path.resolve().parent.parent).header
+    except RunLogError:
+        return {}
 
 
 def command(run: Path) -> str:

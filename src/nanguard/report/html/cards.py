@@ -250,7 +250,8 @@ def _kept(story: Story, record: IncidentRecord, bundle: Bundle | None) -> Iterat
     where = shlex.quote(str(folder))
     yield _copyable(f"nanguard explain {where}")
     if bundle is not None and {"batch", "samples"} & set(bundle.captured):
-        yield _copyable(f"nanguard replay {where} --entry your.module:build")
+        entry = "" if story.run.header.get("script") else " --entry train.py:build"
+        yield _copyable(f"nanguard replay {where}{entry}")
 
 
 def _repeats(story: Story, fault: FaultGroup) -> Markup:

@@ -1,0 +1,158 @@
+"""Gets the model of an incident of ``nanguard run`` from the program itself: runs it until the step begins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nanguard.autopilot.entry import begin
+from nanguard.autopilot.launch import LaunchedProgram
+from nanguard.errors import LaunchError, ReplayError
+from nanguard.hosted.settings import Settings, patient_policy
+from nanguard.incidents.reader import Bundle
+from nanguard.replay.calls import call_again, calls_in, is_calls
+from nanguard.replay.entry import BuiltProgram, told
+from nanguard.replay.runs import header_of
+from nanguard.step.observers import Observer
+from nanguard.wiring import describe
+
+_NO_PROGRAM = "give a function that builds the model, --entry train.py:build"
+
+
+class _Reached(BaseException):
+    """Ends the program. No ordinary error: a program may catch those."""
+
+
+@dataclass(slots=True)
+class _Calls(Observer):
+    """Ends the program in its ``number``-th call of a model in a step."""
+
+    step: int
+    number: int
+    is_open: bool = False
+    depth: int = 0
+    seen: list[nn.Module] = field(default_factory=list)
+    autocast: tuple[str, torch.dtype, bool] = ("cpu", torch.bfloat16, False)
+    rng: torch.Tensor | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def on_open(self, step: int) -> None:
+        self.is_open = step >= self.step
+        self.seen.clear()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        first = next(module.parameters(), None)
+        is_call = self.depth == 0 and first is not None and torch.is_grad_enabled()
+        self.depth += 1
+        if not is_call or first is None or not (self.is_open or self.step == 0):
+            return
+        self.seen.append(module)
+        if len(self.seen) == self.number:
+            kind = first.device.type
+            self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            self.rng, self.args = torch.get_rng_state(), args
+            raise _Reached
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+
+
+def from_program(bundle: Bundle) -> BuiltProgram:
+    """Runs the program of the incident until it calls its model, and returns that model.
+
+    If the weights were saved, the first call is enough. Else it runs up to the step of the incident, guarded, as it did
+    then. Raises ``ReplayError`` if the program is not known, raises, or never gets there.
+    """
+    header = header_of(bundle)
+    script, argv = header.get("script"), header.get("argv") or ()
+    if not isinstance(script, str) or not script:
+        raise ReplayError(f"the program of {bundle.path} is not known: {_NO_PROGRAM}")
+    saved = bundle.batches()
+    calls = calls_in(saved[0]) if saved and is_calls(saved[0]) else []
+    step = 0 if "weights" in bundle.captured else bundle.outcome.verdict.reading.step
+    found = _Calls(step=step, number=max(1, len(calls)))
+    _run(script, [str(each) for each in argv], found)
+    if len({id(module) for module in found.seen}) > 1:
+        raise ReplayError(f"the step calls several models, so it is not clear which one to replay: {_NO_PROGRAM}")
+    notes = [f"the model is that of {Path(script).name}, which was run again up to step {step:,}"]
+    notes.append("only the calls of the model are run again, not what the program does with their results")
+    if step:
+        notes.append("without a fixed seed in the program its weights are others than in the run")
+    policy = header.get("policy")
+    if step and isinstance(policy, dict) and policy.get("ladder") != describe(patient_policy())["ladder"]:
+        notes.append("the run had another policy; the steps before may have been answered otherwise")
+    return BuiltProgram(
+        model=found.seen[-1],
+        loss_fn=call_again(*found.autocast, rng=found.rng),
+        batches=None if calls else _Repeated([(found.args, found.kwargs)]),
+        notes=tuple(notes),
+    )
+
+
+class _Repeated:
+    """The inputs of the program's own call, for an incident without data."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._calls
+
+
+def _run(script: str, argv: Sequence[str], calls: _Calls) -> None:
+    try:
+        program = LaunchedProgram(script, argv, is_module=False)
+    except LaunchError as error:
+        raise ReplayError(f"{error}: {_NO_PROGRAM}") from None
+    autopilot = begin(Settings(observers=(calls,), diagnose="off", capture="none", script=script, argv=tuple(argv)))
+    name = Path(script).name
+    try:
+        with _restored(), calls.listening(), contextlib.redirect_stdout(sys.stderr):
+            program.run()
+    except _Reached:
+        return
+    except (Exception, SystemExit) as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            raise ReplayError(
+                f"{name} raised {told(error)}. Run the command in the folder in which the program was run, "
+                f"or {_NO_PROGRAM}"
+            ) from error
+    finally:
+        autopilot.uninstall()
+    raise ReplayError(f"{name} ended before step {calls.step:,} called its model: {_NO_PROGRAM}")
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """What a program changes for the whole process is put back, and the library does not log meanwhile."""
+    main, argv, path, hook = sys.modules["__main__"], sys.argv, list(sys.path), sys.excepthook
+    log = logging.getLogger("nanguard")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:], sys.excepthook = main, argv, path, hook
+        log.disabled = was_disabled
