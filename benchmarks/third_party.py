@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--faults-only", action="store_true", help="only the faulty programs under the guard")
     parser.add_argument("--healthy-only", action="store_true", help="only the healthy programs, plain and guarded")
     parser.add_argument("--keep", help="where to keep the output of all runs")
+    parser.add_argument("--resume", action="store_true", help="keep what a run of this day has written, and go on")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -338,16 +339,20 @@ def main() -> None:
         sys.path.append(args.packages)  # the generators need some of them too
     only = set(args.only.split(",")) if args.only else None
     chosen = [program for program in PROGRAMS if only is None or program.name in only]
-    results = [try_program(program, args) for program in chosen]
     date = datetime.now(timezone.utc).date().isoformat()
     machine = f"cpu {platform.machine()}"
     facts = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "date": date}
-    text = table(results, facts)
-    print(text)
-    if only is None and not (args.faults_only or args.healthy_only):
-        name = f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}"
-        (args.out / f"{name}.json").write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
-        (args.out / f"{name}.md").write_text(text)
+    path = args.out / f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
+    is_written = only is None and not (args.faults_only or args.healthy_only)
+    results = json.loads(path.read_text())["programs"] if is_written and args.resume and path.exists() else []
+    for program in chosen:
+        if program.name in {result["name"] for result in results}:
+            continue
+        results.append(try_program(program, args))
+        if is_written:
+            path.write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
+            path.with_suffix(".md").write_text(table(results, facts))
+    print(table(results, facts))
 
 
 if __name__ == "__main__":

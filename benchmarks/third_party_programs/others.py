@@ -110,7 +110,7 @@ LANGUAGE = (
 SEQUENCES = (
     example(
         "time_sequence_prediction",
-        *("train.py", "--steps", "3"),
+        *("train.py", "--steps", "2"),
         data=make.sines("traindata.pt"),
         environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         faults=(

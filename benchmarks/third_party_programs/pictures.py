@@ -98,7 +98,7 @@ VISION = (
         commit="21d7850f2af30a9695bbeea75f3136aa538cfc4a",
         folder=".",
         command=("train.py", "--epochs", "1", "--batch-size", "2", "--scale", "0.5"),
-        data=make.carvana(),
+        data=make.carvana(count=8),
         environment={"WANDB_MODE": "disabled"},
         seed=1,
         faults=(

@@ -130,7 +130,7 @@ def cleanrl(script: str, *args: str, faults: tuple[Fault, ...]) -> Program:
     )
 
 
-def tutorial(folder: str, *faults: Fault, batches: int = 40, **more: Any) -> Program:
+def tutorial(folder: str, *faults: Fault, batches: int = 12, **more: Any) -> Program:
     return Program(
         name=f"tutorial-{folder.split('/')[-1].replace('_', '-')}",
         repository="yunjey/pytorch-tutorial",
