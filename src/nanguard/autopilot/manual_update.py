@@ -78,3 +78,14 @@ def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
             found[id(node.variable)] = node.variable
         todo.extend(following for following, _ in node.next_functions)
     return list(found.values())
+
+
+def losses_in(tensors: Any) -> list[Tensor]:
+    """Those of the tensors to differentiate that are single numbers."""
+    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
+
+
+def is_trained(leaf: Any, grad: Any) -> bool:
+    """Whether ``grad`` is the gradient of a tensor that a program may update with it."""
+    return isinstance(leaf, Tensor) and isinstance(grad, Tensor) and leaf.is_leaf and leaf.requires_grad

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
-from nanguard.autopilot.manual_update import ManualUpdate, holding, leaves_of
+from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
 from nanguard.autopilot.registry import Registry, hosted_step_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
@@ -44,10 +44,9 @@ class ProgramMonitor:
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
-        self._tracer = Tracer(in_step=self._has_begun_step, is_nested=lambda: self.is_nested)
-        self._taper = ProgramTape(self._random_states, "cpu")
-        self._taper.is_wanted = settings.diagnose != "off"
-        self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self._taper)
+        self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
+        self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
+        self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone)
 
@@ -56,7 +55,9 @@ class ProgramMonitor:
     @property
     def is_idle(self) -> bool:
         """Whether to ignore what happens now: our own work, a worker process, a CUDA graph that is being captured."""
-        return self._is_busy or self._is_closed or _is_capturing()
+        if self._is_busy or self._is_closed:
+            return True
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     @property
     def is_nested(self) -> bool:
@@ -77,12 +78,11 @@ class ProgramMonitor:
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
-        roots: list[Any] = []
         with self._at_work("a new optimizer could not be examined"):
             roots = self.registry.expect(optimizer)
             self._listener.listen(roots)
-        if not (roots or self.hosted_steps):  # bare tensors: there is no call of a module to begin at
-            self._begin_taping()
+            if not (roots or self.hosted_steps):  # bare tensors: there is no call of a module to begin at
+                self.taper.follow(self._coordinator, is_alone=True)
 
     def guard_new_optimizers(self) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
@@ -114,22 +114,18 @@ class ProgramMonitor:
         """Listens to the modules that a new hosted step trains."""
         if hosted is not None:
             self._listener.listen(hosted.roots)
-            self._recorder.device = self._taper.device = hosted.parts.state.device.type
+            self._recorder.device = self.taper.device = hosted.parts.state.device.type
             self._tracer.start(self.hosted_steps)
-
-    def stop_taping(self) -> None:
-        """A backward pass is about to begin."""
-        self._taper.stop()
 
     def after_forward(self, tensors: Any, gradients: Any = None) -> None:
         """The program is about to compute gradients of these; ``gradients`` are those that it begins with."""
-        self._taper.stop()
+        self.taper.stop()
         self.guard_new_optimizers()
         self._tracer.resume()
         with self._at_work("a loss could not be noted"), _compat.unwatched():
-            losses = _losses(tensors)
+            losses = losses_in(tensors)
             self._coordinator.after_forward(losses)
-            self._taper.note_backward(tensors, gradients)
+            self.taper.note_backward(tensors, gradients)
             if self._has_no_optimizer and losses:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves_of(losses))
@@ -145,7 +141,7 @@ class ProgramMonitor:
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
-        losses = _losses(tensors)
+        losses = losses_in(tensors)
         if losses:
             self._examine_trace(losses[-1])
         if self._manual is not None and not self._with_optimizer and losses:
@@ -173,22 +169,22 @@ class ProgramMonitor:
 
     def before_grad(self, outputs: Any) -> None:
         """The program is about to call ``torch.autograd.grad``, which frees the graph."""
-        losses = _losses(outputs)
+        losses = losses_in(outputs)
         if not self._with_optimizer:
-            self._taper.stop()
+            self.taper.stop()
             with self._at_work("a loss could not be examined"), _compat.unwatched():
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
                 self._coordinator.examine_graph(losses)
-                self._taper.note_backward(outputs)
+                self.taper.note_backward(outputs)
 
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
         self.guard_new_optimizers()
-        losses = _losses(outputs)
+        losses = losses_in(outputs)
         leaves = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         pairs = list(zip(leaves, grads, strict=False))
-        if not self._has_no_optimizer or not losses or not all(_is_trained(*pair) for pair in pairs):
+        if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
             return grads
         with self._at_work("gradients could not be examined"):
             self._coordinator.note_losses(losses)
@@ -215,7 +211,7 @@ class ProgramMonitor:
         With ``check_afterwards`` the step computes gradients itself, in the closure ``watched`` if there is one. A step
         that is refused returns ``otherwise``.
         """
-        self._taper.stop()
+        self.taper.stop()
         self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
@@ -268,8 +264,6 @@ class ProgramMonitor:
         hosted = hosted_step_of(optimizer)
         return 0 if hosted is None else hosted.num_calls
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
-
     def _step(self, hosted: HostedStep, call: Step | None) -> Any:
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
             self._iteration.calls.clear()
@@ -290,6 +284,7 @@ class ProgramMonitor:
                 watched.before = backup
         self._coordinator.begin_iteration()
         result = call()
+        self.taper.stop()
         self._tracer.stop()
         with self._busy():
             self._iteration.stepped.append(hosted)
@@ -345,17 +340,12 @@ class ProgramMonitor:
 
     def _begin_taping(self) -> None:
         if not self.is_idle and not self.is_nested and self._tracer.live is None:
-            self._taper.follow(self._coordinator, is_alone=len(self.hosted_steps) == 1)
+            self.taper.follow(self._coordinator, is_alone=len(self.hosted_steps) == 1)
 
     def _after_step(self) -> None:
-        """The next step is traced, or taped from here on."""
         self._tracer.start(self.hosted_steps)
-        if self._taper.end_step(self._coordinator, is_alone=len(self.hosted_steps) == 1):
+        if self.taper.end_step(self._coordinator, is_alone=len(self.hosted_steps) == 1):
             self._begin_taping()
-
-    def _has_begun_step(self) -> bool:
-        """Whether a module was called with gradients since an optimizer last stepped."""
-        return bool(self._iteration.calls) and not self._iteration.stepped
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -377,7 +367,7 @@ class ProgramMonitor:
             return
         self.end(sys.exc_info()[1] or getattr(sys, "last_value", None))  # atexit comes after the traceback
         self._tracer.stop()
-        self._taper.forget()
+        self.taper.forget()
         self._is_busy = True
         self.registry.close()
         self._listener.stop()
@@ -391,17 +381,17 @@ class ProgramMonitor:
     def _leave_alone(self) -> None:
         """In a forked process, such as a worker of a DataLoader."""
         self._tracer.stop()
-        self._taper.forget()
+        self.taper.forget()
         self._is_closed = True
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         before, self._is_busy = self._is_busy, True
-        was_taping = self._taper.pause()
+        was_taping = self.taper.pause()
         try:
             yield
         finally:
-            self._taper.go_on(was_taping)
+            self.taper.go_on(was_taping)
             self._is_busy = before
 
     @contextlib.contextmanager
@@ -414,17 +404,3 @@ class ProgramMonitor:
             raise
         except Exception:
             log.exception("nanguard: %s", failure)
-
-
-def _losses(tensors: Any) -> list[Tensor]:
-    """Those of the tensors to differentiate that are single numbers."""
-    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
-
-
-def _is_trained(leaf: Any, grad: Any) -> bool:
-    return isinstance(leaf, Tensor) and isinstance(grad, Tensor) and leaf.is_leaf and leaf.requires_grad
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

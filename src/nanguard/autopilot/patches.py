@@ -112,7 +112,7 @@ class Patches:
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             if not _compat.is_recording():
-                monitor.stop_taping()  # before torch tells its modes of this call: inside it they cannot be left
+                monitor.taper.stop()  # before torch tells its modes of this call: inside it they cannot be left
             original(tensor, *args, **kwargs)
 
         return backward

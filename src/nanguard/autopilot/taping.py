@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from nanguard.hosted.coordinator import StepCoordinator
+from nanguard.state.rng import RngState
 from nanguard.step.tape import CallTape
 from nanguard.step.tape_recorder import TapeRecorder
 
@@ -14,12 +16,13 @@ from nanguard.step.tape_recorder import TapeRecorder
 class ProgramTape(TapeRecorder):
     """``is_alone`` says that there is only one optimizer. Others may use what was computed before one steps."""
 
-    is_wanted = True
-    """False if nothing is to be diagnosed."""
+    def __init__(self, note: Callable[[], RngState | None], *, is_wanted: bool) -> None:
+        super().__init__(note, "cpu")
+        self._is_wanted = is_wanted
 
     def follow(self, coordinator: StepCoordinator, *, is_alone: bool) -> None:
         """Writes to the tape of the current iteration, or of the next one if that has begun already."""
-        if self.is_wanted:
+        if self._is_wanted:
             self.begin(coordinator.next_tape or coordinator.iteration.tape, keeps_older=not is_alone)
 
     def note_backward(self, tensors: Any, gradients: Any = None) -> None:

@@ -34,3 +34,8 @@ class Iteration:
     tape: CallTape = field(default_factory=CallTape)
     live: Any = None
     graph_finding: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a module was called with gradients since an optimizer last stepped."""
+        return bool(self.calls) and not self.stepped
