@@ -95,7 +95,7 @@ def test_a_count_is_shown_only_if_something_happens_at_its_end() -> None:
 
 def test_a_repeat_is_one_line() -> None:
     told = panel(incident(diagnosis()), in_a_row=10)
-    assert told == " nanguard  step 66  same as step 57: step skipped, nothing changed (10 times now)"
+    assert told == " nanguard  step 66  same as step 57: step skipped (10 times now)"
 
 
 @pytest.mark.parametrize(

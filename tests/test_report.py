@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import nanguard
@@ -593,3 +595,55 @@ def test_a_drop_is_an_incident_too(tmp_path: Path) -> None:
     told = Outcome.from_dict(outcome(3, response="drop_gradients", did="two gradients").as_dict())
     (story,) = storied.stories_of([nanguard.read_run(write_log(tmp_path, header(), incident_line(1, told, "drop")))])
     assert [record.outcome.did for record in story.incidents] == ["two gradients"]
+
+
+class Masked(nn.Module):
+    """A causal mask, which is no fault."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[-1], x.shape[-1]), -math.inf).triu(1)
+        return (x.unsqueeze(-1) @ x.unsqueeze(-2) + mask).softmax(-1).sum(-1)
+
+
+class Dividing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x * 0)
+
+
+@pytest.fixture(scope="module")
+def never_finite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("never")
+    model = nn.Sequential(nn.Linear(4, 4), Masked(), Masked(), Masked(), Masked(), Dividing(), nn.Linear(4, 1))
+    policy = nanguard.Policy([nanguard.LowerLR(times=1), nanguard.Skip(times=None)])
+    guard = nanguard.Guard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32", policy=policy, run_dir=folder
+    )
+    for _ in range(4):
+        guard.step(lambda model, batch: model(batch).mean(), torch.ones(2, 4))
+    guard.close()
+    return folder
+
+
+def test_infinities_of_masks_before_the_fault_are_not_painted(never_finite: Path) -> None:
+    (trail,) = json.loads(Outline(make_report([never_finite]).html).scripts[1])["trails"].values()
+    finite = {row["module"]: row["finite"] for row in trail}
+    assert finite == {**dict.fromkeys("01234", True), "5": False, "6": False, "(top level)": False}
+
+
+def test_a_run_without_a_finite_loss_says_so(never_finite: Path) -> None:
+    text = " ".join(Outline(make_report([never_finite]).html).words)
+    assert "The loss is NaN or Inf in all 4 steps, so there is nothing to draw." in text
+    assert "The gradient norm of all parameters is NaN or Inf in all 4 steps" in text
+    assert "all others applied" not in text
+
+
+def test_a_number_alone_is_no_place(never_finite: Path) -> None:
+    report = make_report([never_finite])
+    assert "in module 5, test_report.py:" in plain_summary(report.stories[0])
+    assert " in <code>5</code>" not in report.html
+
+
+def test_what_a_rung_did_among_skips_is_told_on_the_card(never_finite: Path) -> None:
+    text = re.sub(r"\s+", " ", " ".join(Outline(make_report([never_finite]).html).words))
+    assert "steps 0 to 3" in text
+    assert "the loss is NaN: 1x step skipped, learning rate lowered; 3x step skipped, nothing changed" in text

@@ -154,6 +154,26 @@ def test_what_is_under_the_pointer_is_told_to_the_bit(driver: Any, one: Path) ->
     assert rows[rows.index("Learning rate · AdamW group 1") + 1] == "0.003"
 
 
+def test_marks_that_overlap_are_one_with_their_number_and_the_pointer_tells_each(driver: Any, one: Path) -> None:
+    look_at(driver, one, width=700)
+    until(driver, "return document.querySelector('#chart .nsewdrag') !== null")
+    numbers = "return document.getElementById('chart').data.flatMap((t) => t.text ?? []).filter(Boolean)"
+    assert driver.execute_script(numbers) == ["×4"], "steps 40 to 43"
+    x, y = place_of_mark(driver, "run0-incident1")
+    hover(driver, x + 5, y + 3)
+    rows = until(driver, "return document.querySelector('.readout')?.innerText").splitlines()
+    assert rows[0] == "steps 40 to 43"
+    assert rows[1].startswith("step 40: the loss is NaN: step skipped")
+    assert "overflow of fp16 in attention" in rows[1]
+    assert [row.partition(":")[0] for row in rows[1:5]] == [f"step {step}" for step in range(40, 44)]
+    # A mark wins over the nearest point of a curve.
+    x, y = place_of_mark(driver, "run0-incident5")
+    hover(driver, x + 8, y)
+    rows = until(driver, "return document.querySelector('.readout')?.innerText").splitlines()
+    assert rows[0] == "step 60"
+    assert "non-finite data" in rows[1]
+
+
 def test_the_keyboard_is_enough(driver: Any, one: Path) -> None:
     look_at(driver, one)
     until(driver, "return document.querySelector('#chart .main-svg') !== null")
@@ -191,7 +211,7 @@ def test_the_theme_changes_page_and_charts_and_is_remembered(driver: Any, one: P
     look_at(driver, one, theme="light")
     until(driver, "return document.querySelector('.card[open] .trail .main-svg') !== null")
     light = driver.execute_script(COLOURS)
-    assert driver.find_element(By.ID, "theme").get_attribute("aria-pressed") == "false"
+    assert driver.find_element(By.ID, "theme").text == "Dark", "the theme that it switches to"
     driver.find_element(By.ID, "theme").click()
     dark = driver.execute_script(COLOURS)
     assert all(a != b for a, b in zip(light, dark, strict=True))
@@ -202,7 +222,8 @@ def test_the_theme_changes_page_and_charts_and_is_remembered(driver: Any, one: P
     look_at(driver, one, theme="dark")
     until(driver, "return document.querySelector('.card[open] .trail .main-svg') !== null")
     assert driver.execute_script(COLOURS) == dark, "what the system prefers"
-    assert driver.find_element(By.ID, "theme").get_attribute("aria-pressed") == "true"
+    assert driver.find_element(By.ID, "theme").text == "Light"
+    assert driver.find_element(By.ID, "theme").accessible_name == "Switch to the light theme"
 
 
 CONTRASTS = """

@@ -79,16 +79,20 @@ class Exam:
         num, shape = num_samples(self.batch()), event.note.shape
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
 
-    def trail(self) -> tuple[Stretch, ...]:
-        """The range of values in each module of the forward pass, in the order in which the modules ran."""
+    def trail(self, birth: TraceEvent) -> tuple[Stretch, ...]:
+        """The range of values in each module of the forward pass, in the order in which the modules ran.
+
+        Infinities from before the fault, such as those of a mask, are not wrong.
+        """
         largest: dict[str, Note] = {}
         bad: set[str] = set()
         for note in self.run.trace.notes:
             if note.phase != "forward" or not note.dtype:
                 continue
             if not note.look.is_finite:
-                bad.add(note.module)
                 largest.setdefault(note.module, note)
+                if note.index >= birth.note.index:
+                    bad.add(note.module)
                 if len(bad) > _STRETCHES_BEHIND:
                     break
                 continue

@@ -96,7 +96,7 @@ class Examiner:
             with_remedy(diagnosis),
             chain=links_of(finding.chain),
             harmless=tuple(link_of(event) for event in finding.harmless),
-            trail=exam.trail(),
+            trail=exam.trail(finding.event),
         )
 
     def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:

@@ -70,7 +70,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """The range of the finite values inside one module in the failing forward pass."""
+    """The range of the finite values inside one module in the failing forward pass.
+
+    ``is_finite`` is False if the module has non-finite values from the fault on. Infinities before it did no harm.
+    """
 
     module: str
     kind: str

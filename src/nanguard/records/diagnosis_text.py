@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanguard.records.layout import laid_out, verbatim
 
@@ -19,6 +19,7 @@ _CAPTURED = {
     "update": "the optimizer's update was made again, and taken back",
     "none": "nothing could be replayed",
 }
+_SURE = ("guess", "likely", "certain")
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -89,8 +90,10 @@ def _where(diagnosis: Diagnosis) -> str:
     source, module = diagnosis.source, place_in_words(diagnosis.module)
     line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
     place = ", ".join(filter(None, [line, module and f"in {module}"]))
-    if diagnosis.phase == "data":
+    if diagnosis.phase == "data" and diagnosis.is_line_traced:
         place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
+    elif diagnosis.phase == "data":  # the line was found by reading where the data come from
+        place = ", ".join(filter(None, [line and f"{line} makes it", module and f"first used in {module}"]))
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
     code = verbatim(source.text) if source is not None and source.text else ""
     return (f"{place} ({what})" if place else what) + code
@@ -145,6 +148,15 @@ def _bound(value: float | None) -> str:
 def _link(link: Link) -> str:
     where = link.module or "(top level)"
     return "   ".join(filter(None, [link.became, f"{link.op}, {link.phase}", where, _line(link.source)]))
+
+
+def examined(diagnosis: Diagnosis | None) -> tuple[Any, ...]:
+    """How much is known about an incident. A greater tuple is better."""
+    if diagnosis is None:
+        return (False,)
+    is_known = diagnosis.cause != "unknown"
+    is_traced = diagnosis.source is not None and diagnosis.is_line_traced
+    return True, is_known, diagnosis.depth == "full", _SURE.index(diagnosis.confidence), is_traced
 
 
 def how_found(diagnosis: Diagnosis) -> Iterator[str]:

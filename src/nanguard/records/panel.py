@@ -31,7 +31,8 @@ def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) ->
 
 def repeated(incident: Incident, *, same_as: int, count: int) -> str:
     """The line for an incident with the same fault as that of an earlier step, the ``count``-th of them."""
-    same = f"same as step {same_as:,}: {done(incident.outcome)} ({count:,} times now)"
+    answer = done(incident.outcome).removesuffix(", nothing changed")
+    same = f"same as step {same_as:,}: {answer} ({count:,} times now)"
     return f" nanguard  step {incident.reading.step:,}  {same}"
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanguard.incidents.reader import Bundle
-from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.diagnosis_text import examined
 from nanguard.records.panel import done, what_happened
 from nanguard.runlog.repeats import likeness
 
-_SURE = ("guess", "likely", "certain")
 _MOST_ACTS = 5
 
 
@@ -84,13 +83,3 @@ class Faults:
         faults = list(self._by_likeness.values())
         best = max(faults, key=lambda fault: examined(fault.best.diagnosis), default=None)
         return [] if best is None else [best, *(fault for fault in faults if fault is not best)]
-
-
-def examined(diagnosis: Diagnosis | None) -> tuple[Any, ...]:
-    """How much is known. A greater tuple is better."""
-    if diagnosis is None:
-        return (False,)
-    is_known = diagnosis.cause != "unknown"
-    sure = _SURE.index(diagnosis.confidence)
-    is_traced = diagnosis.source is not None and diagnosis.is_line_traced
-    return True, is_known, diagnosis.depth == "full", sure, is_traced, len(diagnosis.tried)

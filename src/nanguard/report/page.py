@@ -20,7 +20,7 @@ from nanguard.records.run import Run
 from nanguard.report.html import kinds, prose
 from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
-from nanguard.report.html.series import curves_of
+from nanguard.report.html.series import all_nonfinite, curves_of
 from nanguard.report.html.story import Story, stories_of
 from nanguard.report.html.table import scrolled, values_table
 from nanguard.report.html.where import environment
@@ -173,7 +173,7 @@ def _banner(stories: Sequence[Story]) -> Markup:
         )
         for at, name in _SECTIONS
     ]
-    toggle = tag("button", "Dark", type="button", id="theme", aria_pressed="false", hidden=True)
+    toggle = tag("button", "Dark", type="button", id="theme", hidden=True)
     nav = tag("nav", tag("ul", links), aria_label="On this page")
     return tag("header", tag("div", tag("span", "nanguard", class_="brand"), nav, toggle, class_="inner"))
 
@@ -246,13 +246,16 @@ def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
     ]
     several = " several" if len(stories) > 1 else ""
     yield tag("div", bars, class_=f"controls{several}", id="controls", hidden=True)
+    for story in stories:
+        for words in all_nonfinite(story.run):
+            yield tag("p", tag("strong", f"{story.label}: " if several else ""), words, class_="empty")
     words = "Loss, gradient norm, learning rate and loss scale over the steps. The tables below have the same values."
     yield tag("div", id="chart", role="img", aria_label=words)
     yield tag("noscript", tag("p", "Charts need JavaScript. Everything else on this page works without it."))
     yield tag(
         "p",
-        "Drag to zoom, double-click to show all steps. Click a mark to open its incident. Marks and lines that overlap "
-        "are drawn once; zoom in to separate them.",
+        "Drag to zoom, double-click to show all steps. Point at a mark to see its step, click it to open its incident. "
+        "Marks that overlap are drawn once, with their number; zoom in to separate them.",
         class_="quiet hint",
     )
     for story in stories:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanguard.records.diagnosis_text import facts, format_name, how_found
+from nanguard.records.diagnosis_text import facts, format_name, how_found, joined, page_of
+from nanguard.records.diagnosis_text import place_in_words as place_of
 from nanguard.records.markup import Child, Markup, tag
-from nanguard.records.panel import headline, rows
+from nanguard.records.panel import done, headline, rows, what_happened
 from nanguard.report.html.kinds import glyph, kind_of
 from nanguard.report.html.prose import counted, fault_in_words, number, place_in_words
 from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, FaultGroup, Story, kept_in
@@ -17,7 +19,7 @@ from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
     from nanguard.incidents.reader import Bundle
-    from nanguard.records.diagnosis import Diagnosis, Fix, Link, Stretch
+    from nanguard.records.diagnosis import Diagnosis, Link, Stretch
     from nanguard.records.run import IncidentRecord
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
@@ -26,26 +28,27 @@ _SURE = {
     "likely": "the values point to it",
     "guess": "there is little evidence",
 }
-_FROM_DIAGNOSIS = frozenset({"born in", "first in", "because", "samples", "fix", "kept in", "log"})
+_FROM_DIAGNOSIS = frozenset({"where", "why", "sample", "fix", "tried", "saved to", "log", "docs"})
+_MOST_ACTS = 12
 _MOST = 40
 
 
 def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
     """One fault: its first incident in full, the others collapsed below. ``level`` is that of its heading."""
-    record = fault.first
+    record, best = fault.first, fault.best
     times = len(fault.incidents)
     where = place_in_words(fault)
     title = [_capital(fault_in_words(fault)), [" in ", tag("code", where)] if where else None]
     summary = tag(
         "summary",
         glyph(kind_of(record)),
-        tag("span", f"step {record.reading.step:,}", class_="at"),
+        tag("span", _when(fault), class_="at"),
         tag(f"h{level}", title),
         tag("span", f"{times:,} times", class_="count") if times > 1 else None,
-        tag("span", headline(record.outcome), class_="headline"),
+        tag("span", _done_in_all(fault), class_="headline"),
     )
     in_full = rank < MOST_IN_FULL
-    body = _body(story, fault, level + 1) if in_full else [_rows(record, every=True)]
+    body = _body(story, fault, level + 1) if in_full else [_rows(best, every=True)]
     repeats = _repeats(story, fault) if in_full and times > 1 else None
     first = story.number == rank == 0
     return tag(
@@ -58,18 +61,40 @@ def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
     )
 
 
+def _when(fault: FaultGroup) -> str:
+    """When it was first and last seen."""
+    first, last = fault.first.reading.step, fault.last.reading.step
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _done_in_all(fault: FaultGroup) -> str:
+    """What was done about all its incidents: what one rung did among skips is not hidden."""
+    what = what_happened(fault.first.outcome)
+    counts = Counter(done(record.outcome) for record in fault.incidents)
+    if len(counts) == 1:
+        return f"{what}: {next(iter(counts))}"
+    return f"{what}: {'; '.join(f'{number:,}x {words}' for words, number in counts.items())}"
+
+
+def _acts(fault: FaultGroup) -> list[tuple[str, Child]]:
+    """What rungs did about incidents that are not shown in full."""
+    others = [record for record in fault.incidents if record.outcome.did and record is not fault.best]
+    return [(f"at step {record.reading.step:,}", record.outcome.did) for record in others[:_MOST_ACTS]]
+
+
 def trails(story: Story) -> dict[str, list[dict[str, Any]]]:
     """The values through the modules for the chart of each card, by the id of the card."""
     return {
         story.card_id(fault.places[0]): [_stretch(stretch) for stretch in diagnosis.trail]
         for fault in story.faults[:MOST_IN_FULL]
-        if (diagnosis := fault.first.diagnosis) is not None and diagnosis.trail
+        if (diagnosis := fault.best.diagnosis) is not None and diagnosis.trail
     }
 
 
 def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
-    record, diagnosis = fault.first, fault.first.diagnosis
-    yield _rows(record, every=diagnosis is None)
+    record, diagnosis = fault.best, fault.best.diagnosis
+    shown = [("shown here", f"step {record.reading.step:,}")] if record is not fault.first else []
+    yield _rows(record, every=diagnosis is None, more=[*shown, *_acts(fault)])
     if diagnosis is None:
         yield tag("p", "The step was not examined, so its cause is not known.", class_="quiet")
     else:
@@ -78,7 +103,7 @@ def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
 
 
 def _details(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
-    record, diagnosis = fault.first, fault.first.diagnosis
+    record, diagnosis = fault.best, fault.best.diagnosis
     if diagnosis is not None:
         harmless = "Other non-finite values that reached neither loss nor gradient"
         yield _section(level, "The data", _data(diagnosis, fault.bundle))
@@ -92,18 +117,19 @@ def _details(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
 
 
 def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child]:
-    where = diagnosis.module or "(top level)"
+    where = place_of(diagnosis.module) or "(top level)"
     what = [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]
     because = f": {diagnosis.because}" if diagnosis.because else ""
     told: list[tuple[str, Child]] = [
-        ("first in" if diagnosis.phase == "data" else "born in", [tag("code", where), _dotted(what)]),
-        ("because", [tag("strong", diagnosis.words), because]),
+        ("first used in" if diagnosis.phase == "data" else "where", [tag("code", where), _dotted(what)]),
+        ("why", [tag("strong", diagnosis.words), because]),
         ("sure?", f"{diagnosis.confidence}: {_SURE[diagnosis.confidence]}"),
+        ("docs", tag("code", page_of(diagnosis))),
     ]
     yield tag(
         "div",
         _section(level, "Diagnosis", _definitions(told)),
-        _section(level, "What to do", _fix(diagnosis.fix), class_="fix"),
+        _section(level, "What to do", _fix(diagnosis), class_="fix"),
         class_="stack",
     )
     if diagnosis.source is not None:
@@ -112,10 +138,10 @@ def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child
         yield _section(level, "Values through the modules", _trail(diagnosis.trail, card_id), class_="wide")
 
 
-def _rows(record: IncidentRecord, *, every: bool = False) -> Markup:
+def _rows(record: IncidentRecord, *, every: bool = False, more: Sequence[tuple[str, Child]] = ()) -> Markup:
     told = [(name, text) for name, text in rows(record.outcome) if every or name not in _FROM_DIAGNOSIS]
     whose = [("optimizer", record.optimizer)] if record.optimizer else []
-    return _definitions([*whose, *told])
+    return _definitions([*whose, *more, *told])
 
 
 def _source(diagnosis: Diagnosis) -> Iterator[Child]:
@@ -140,12 +166,14 @@ def _source(diagnosis: Diagnosis) -> Iterator[Child]:
         yield tag("p", shown.note, class_="quiet")
 
 
-def _fix(fix: Fix) -> Iterator[Child]:
-    if not fix.words and not fix.code:
-        return
-    words = {True: "tried on this step: finite", False: "tried on this step: not enough", None: "not tried"}
-    mark = {True: "good", False: "bad", None: "open"}[fix.worked]
-    yield tag("p", _capital(fix.words), " ", tag("span", words[fix.worked], class_=f"verdict {mark}"))
+def _fix(diagnosis: Diagnosis) -> Iterator[Child]:
+    fix = diagnosis.fix
+    if fix.words:
+        yield tag("p", f"{_capital(fix.words)}.")
+    if fix.worked is not None:
+        what = f"{joined(diagnosis.modules_to_keep) or 'the whole model'} in fp32"
+        result, mark = ("finite", "good") if fix.worked else ("not enough", "bad")
+        yield tag("p", f"Tried on this step: {what} ", tag("span", result, class_=f"verdict {mark}"))
     if fix.code:
         yield _copyable(fix.code)
 
@@ -153,9 +181,9 @@ def _fix(fix: Fix) -> Iterator[Child]:
 def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
     finite = [s for s in trail if s.low is not None and s.high is not None]
     largest = max((max(abs(s.low or 0.0), abs(s.high or 0.0)) for s in finite), default=0.0)
-    words = f"The largest finite value is {number(largest)}."
+    words = f"The largest finite value is {number(largest)}." if finite else "No module has a finite value."
     if not all(s.is_finite for s in trail):
-        words += " A cross marks modules that also have non-finite values."
+        words += " A cross marks non-finite values from the fault on. Infinities of a mask before it are not marked."
     yield tag("p", "The smallest and largest value in each module, in forward order. ", words, class_="quiet")
     yield tag("div", class_="trail", data_trail=card_id, role="img", aria_label=f"Chart of the table below. {words}")
     head = tag("tr", (tag("th", name, scope="col") for name in ("module", "smallest", "largest", "format", "op", "")))
@@ -321,4 +349,5 @@ def _between(children: Sequence[Child], comma: str) -> list[Child]:
 
 
 def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
+    """With a capital letter, unless it begins with code."""
+    return words if "." in words.partition(" ")[0] or "(" in words.partition(" ")[0] else words[:1].upper() + words[1:]

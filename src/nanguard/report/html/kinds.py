@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanguard.records.diagnosis_text import place_in_words
 from nanguard.records.markup import Markup, tag
 from nanguard.records.panel import headline
 
@@ -109,6 +110,17 @@ def event_in_words(event: EventRecord) -> str:
     return f"{words or event.event}{f' ({module})' if isinstance(module, str) and module else ''}"
 
 
+def _in_words(record: IncidentRecord) -> str:
+    """What happened at a mark, what was done, and why."""
+    diagnosis = record.diagnosis
+    if diagnosis is None:
+        return headline(record.outcome)
+    if diagnosis.cause == "unknown":
+        return f"{headline(record.outcome)} · cause unknown"
+    place = place_in_words(diagnosis.module, diagnosis.source)
+    return f"{headline(record.outcome)} · {diagnosis.words}{f' in {place}' if place else ''}"
+
+
 def marks_of(story: Story) -> list[dict[str, Any]]:
     """Every mark of a run: kind, step, a line to read, and the id of what to open.
 
@@ -119,7 +131,7 @@ def marks_of(story: Story) -> list[dict[str, Any]]:
         {
             "kind": kind.name,
             "x": record.outcome.verdict.reading.step,
-            "text": headline(record.outcome) if rank == 0 else "this step was skipped as well",
+            "text": _in_words(record) if rank == 0 else "this step was skipped as well",
             "to": targets[place],
         }
         for place, record in enumerate(story.incidents)

@@ -17,7 +17,9 @@
   const toggle = document.getElementById("theme");
   const is_dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
   function name_theme() {
-    toggle.setAttribute("aria-pressed", String(is_dark()));
+    const other = is_dark() ? "light" : "dark";
+    toggle.textContent = is_dark() ? "Light" : "Dark";
+    toggle.setAttribute("aria-label", `Switch to the ${other} theme`);
   }
   toggle.hidden = false;
   toggle.addEventListener("click", () => {

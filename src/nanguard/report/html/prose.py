@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from nanguard.records.diagnosis_text import place_in_words as words_of_place
 from nanguard.records.markup import Child, tag
 from nanguard.records.panel import noun as noun_of
 from nanguard.records.plain import plain
@@ -66,7 +67,7 @@ def rate(figures: Figures) -> str:
 
 def fault_in_words(fault: FaultGroup) -> str:
     """The cause, as in ``overflow of fp16``."""
-    diagnosis = fault.first.outcome.diagnosis
+    diagnosis = fault.best.diagnosis
     if diagnosis is not None and diagnosis.cause != "unknown":
         return diagnosis.words
     noun = f"a {noun_of(fault.first.outcome)}"
@@ -77,10 +78,8 @@ def fault_in_words(fault: FaultGroup) -> str:
 
 def place_in_words(fault: FaultGroup) -> str:
     """The module, as in ``layers.7.attn``, or else the line; empty if neither is known."""
-    diagnosis = fault.first.outcome.diagnosis
-    if diagnosis is None:
-        return ""
-    return diagnosis.module or (str(diagnosis.source) if diagnosis.source is not None else "")
+    diagnosis = fault.best.diagnosis
+    return "" if diagnosis is None else words_of_place(diagnosis.module, diagnosis.source)
 
 
 def counted(number: int, noun: str) -> str:
@@ -132,7 +131,8 @@ def _steps_sentence(figures: Figures) -> str:
     if figures.rollbacks:
         by = "a rollback" if figures.rollbacks == 1 else f"{figures.rollbacks:,} rollbacks"
         parts.append(f"{figures.undone:,} undone by {by}" if figures.undone else by)
-    lost = f"{what}: {_and(parts)}; all others applied." if parts else f"{what}, all applied."
+    others = "; all others applied" if figures.applied else ""
+    lost = f"{what}: {_and(parts)}{others}." if parts else f"{what}, all applied."
     if figures.halted_at is not None and not figures.is_over:
         return f"{lost} Training halted at step {figures.halted_at:,}."
     return lost if figures.is_over else f"{lost} The log has no end: the run is still going or was stopped."
@@ -161,9 +161,10 @@ def _first_trouble(story: Story) -> Iterator[SummaryPart]:
     yield "", f" at step {fault.first.reading.step:,}"
     if again:
         yield "", f" and {again:,} more time{'s' * (again != 1)}"
-    last = next((record.outcome for record in reversed(fault.incidents) if record.outcome.did), None)
-    if last is not None:
-        yield "", f". Response: {last.did}."
+    acted = [record.outcome.did for record in fault.incidents if record.outcome.did]
+    if acted:
+        more = f" (and {len(acted) - 1:,} more)" if len(acted) > 1 else ""
+        yield "", f". Response: {acted[-1]}{more}."
     elif all(record.outcome.action.response == "skip" for record in fault.incidents):
         yield "", ", skipped each time." if again else ", skipped."
     else:

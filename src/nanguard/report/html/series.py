@@ -35,6 +35,16 @@ def curves_of(run: Run) -> dict[str, Any]:
     return {"steps": steps, "panels": panels}
 
 
+def all_nonfinite(run: Run) -> Iterator[str]:
+    """A sentence for each curve that cannot be drawn because no value of it is finite."""
+    for owner in sorted({record.optimizer for record in run.steps}):
+        records = [record for record in run.steps if record.optimizer == owner]
+        for panel, label, values in _columns(records, _names(run, owner)):
+            if panel in ("loss", "norm") and not any(map(math.isfinite, values)):
+                what = "loss" if panel == "loss" else f"gradient norm of {label}"
+                yield f"The {what} is NaN or Inf in all {len(values):,} steps, so there is nothing to draw."
+
+
 def _columns(records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[tuple[str, str, list[float]]]:
     """Panel, label and values of each curve of one optimizer. ``names`` are those of its parameter groups."""
     yield "loss", "loss", [record.loss for record in records]

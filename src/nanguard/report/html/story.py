@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanguard.errors import BundleError
 from nanguard.incidents.reader import Bundle, load
+from nanguard.records.diagnosis_text import examined
 from nanguard.records.rebuild import built
 from nanguard.records.run import IncidentRecord
 from nanguard.records.steps import Outcome
@@ -27,7 +28,7 @@ MOST_REPEATS = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultGroup:
-    """Incidents with the same cause at the same place. ``bundle`` is the saved folder of the first.
+    """Incidents with the same cause at the same place. ``bundle`` is the saved folder of the best examined one.
 
     ``places`` are the indices of its incidents in the run.
     """
@@ -39,6 +40,15 @@ class FaultGroup:
     @property
     def first(self) -> IncidentRecord:
         return self.incidents[0]
+
+    @property
+    def last(self) -> IncidentRecord:
+        return self.incidents[-1]
+
+    @property
+    def best(self) -> IncidentRecord:
+        """The incident of which most is known; the first of these."""
+        return max(self.incidents, key=lambda record: examined(record.diagnosis))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,16 +149,14 @@ def _faults(run: Run, incidents: Sequence[IncidentRecord]) -> tuple[tuple[FaultG
         groups.setdefault((record.optimizer, *likeness(record.outcome)), []).append(place)
     faults, troubles = [], []
     for rank, places in enumerate(groups.values()):
-        bundle = None
-        folder = kept_in(run.path, incidents[places[0]].outcome.bundle)
+        group = FaultGroup(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=None)
+        folder = kept_in(run.path, group.best.outcome.bundle)
         if rank < MOST_IN_FULL and folder is not None:
             try:
-                bundle = load(folder)
+                group = replace(group, bundle=load(folder))
             except BundleError as error:
                 troubles.append(str(error))
-        faults.append(
-            FaultGroup(places=tuple(places), incidents=tuple(incidents[place] for place in places), bundle=bundle)
-        )
+        faults.append(group)
     return tuple(faults), troubles
 
 

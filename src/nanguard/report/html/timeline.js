@@ -7,7 +7,10 @@ const timeline = (() => {
   const LEAST_APART = 3;
   const LABEL = 14;
   const MARK = 8;
+  const MARKS_APART = 14;
+  const NUMBER_APART = 34;
   const MOST_ROWS = 16;
+  const MOST_MARKS = 6;
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
   const WORTH_LOG = { loss: 200, norm: 50, lr: 30, scale: 3 };
   const PASSING = new Set(["overflow", "eased", "other"]);
@@ -17,6 +20,8 @@ const timeline = (() => {
   const is_one = runs.length === 1;
   let margin = { l: 0, r: 0, t: 16, b: 42 };
   let lanes = { height: 22, spread: 0.3, above: 0.5, below: 0.5 };
+  let placed = [];
+  let marks_height = 0;
   let width = 1;
   let whole = [0, 1];
   let range = [0, 1];
@@ -95,24 +100,36 @@ const timeline = (() => {
     return traces;
   }
 
-  // Marks that fall on one place are drawn as one.
+  // Marks that overlap are drawn as one, with their number beside it.
+  function grouped_marks(run, kind) {
+    const per = (range[1] - range[0]) / width;
+    const groups = [];
+    for (const mark of run.marks.filter((each) => each.kind === kind.name && is_seen(each)).sort((a, b) => a.x - b.x)) {
+      const group = groups.at(-1);
+      const apart = group?.length > 1 ? NUMBER_APART : MARKS_APART;
+      if (group && mark.x - group[0].x < apart * per) group.push(mark);
+      else groups.push([mark]);
+    }
+    return groups;
+  }
+
   function mark_traces(colours) {
-    const per = ((range[1] - range[0]) / width) * 4;
+    placed = [];
     return kinds.flatMap((kind, lane) =>
       shown_runs().map((run) => {
-        const firsts = new Map();
-        for (const mark of run.marks) {
-          const at = Math.floor(mark.x / per);
-          if (mark.kind === kind.name && is_seen(mark) && !firsts.has(at)) firsts.set(at, mark);
-        }
-        const marks = [...firsts.values()];
+        const groups = grouped_marks(run, kind);
+        const marks = groups.map((group) => group[0]);
+        placed.push(...groups.map((group) => ({ group, run, lane: lane + shift_of(run) })));
         const is_open = kind.symbol.endsWith("open");
         const colour = colours.of(mark_colour(run, kind.name));
         return {
           type: "scatter",
-          mode: "markers",
+          mode: "markers+text",
           x: marks.map((mark) => mark.x),
           y: marks.map(() => lane + shift_of(run)),
+          text: groups.map((group) => (group.length > 1 ? `×${curves.grouped(group.length)}` : "")),
+          textposition: "middle right",
+          textfont: { size: 11, color: colours.of("ink") },
           customdata: marks.map((mark) => mark.to),
           name: plain(kind.label),
           hoverinfo: "none",
@@ -218,6 +235,7 @@ const timeline = (() => {
     width = Math.max(120, box.clientWidth - margin.l - margin.r);
     lanes = laid_out(is_narrow);
     const all_lanes = lanes.height * (kinds.length - 1 + lanes.above + lanes.below) + (is_narrow ? 0 : 10);
+    marks_height = kinds.length ? all_lanes : 0;
     const parts = kinds.length ? [{ name: "marks", height: all_lanes }, ...panels] : panels;
     const title_of = (part) => (is_narrow && part.name !== "marks" ? 18 : 0);
     const total = parts.reduce((sum, part) => sum + part.height + title_of(part) + GAP, -GAP);
@@ -305,12 +323,33 @@ const timeline = (() => {
     return after === x.length || value - x[after - 1] < x[after] - value ? after - 1 : after;
   }
 
-  function* rows_at(step, reach) {
+  // The marks that are drawn as one under the pointer.
+  function marks_under(x, y) {
+    const per = (range[1] - range[0]) / width;
+    const all = kinds.length - 1 + lanes.above + lanes.below;
+    const away = ({ group, lane }) => {
+      const down = margin.t + ((lane + lanes.above) / all) * marks_height;
+      return Math.max(Math.abs((group[0].x - range[0]) / per - x), Math.abs(down - y));
+    };
+    const near = placed.filter((each) => away(each) <= MARK + 4);
+    return near.reduce((best, each) => (!best || away(each) < away(best) ? each : best), null);
+  }
+
+  const rows_of = ({ run, group }) =>
+    group.map((mark) => {
+      const at = group.length > 1 ? `step ${curves.grouped(mark.x)}: ` : "";
+      return [mark_colour(run, mark.kind), `${at}${mark.text}`, ""];
+    });
+
+  function* marks_at(step, reach) {
     for (const run of shown_runs()) {
       for (const mark of run.marks) {
         if (is_seen(mark) && Math.abs(mark.x - step) <= reach / 2) yield [mark_colour(run, mark.kind), mark.text, ""];
       }
     }
+  }
+
+  function* values_at(step, reach) {
     for (const panel of panels) {
       for (const run of shown_runs()) {
         for (const curve of shown_curves(run, panel)) {
@@ -331,22 +370,27 @@ const timeline = (() => {
     if (event.buttons || x < 0 || x > width) return leave();
     const per = (range[1] - range[0]) / width;
     const wanted = range[0] + x * per;
-    const candidates = shown_runs().flatMap((run) => [
+    const under = marks_under(x, event.clientY - place.top);
+    const candidates = under ? [under.group[0].x] : shown_runs().flatMap((run) => [
       ...panels.flatMap((panel) => shown_curves(run, panel).slice(0, 1).map((curve) => curve.x[nearest(curve.x, wanted)])),
       ...run.marks.filter(is_seen).map((mark) => mark.x),
     ]);
     if (!candidates.length) return leave();
     const step = candidates.reduce((best, at) => (Math.abs(at - wanted) < Math.abs(best - wanted) ? at : best));
-    const rows = [...rows_at(step, per)];
+    const marks = under ? rows_of(under) : [...marks_at(step, per)];
+    const shown_marks = marks.slice(0, MOST_MARKS);
+    if (marks.length > MOST_MARKS) shown_marks.push([marks[0][0], `and ${curves.grouped(marks.length - MOST_MARKS)} more`, ""]);
+    const rows = [...shown_marks, ...values_at(step, per)];
     const head = document.createElement("strong");
-    head.textContent = `step ${curves.grouped(step)}`;
+    const last = under?.group.at(-1).x ?? step;
+    head.textContent = last === step ? `step ${curves.grouped(step)}` : `steps ${curves.grouped(step)} to ${curves.grouped(last)}`;
     const lines = rows.slice(0, MOST_ROWS).map(([colour, name, value]) => {
       const line = document.createElement("div");
       const dot = document.createElement("span");
       const [words, number] = [document.createElement("span"), document.createElement("span")];
       dot.className = "swatch";
       dot.style.background = `var(--${colour})`;
-      words.textContent = name.length > 90 ? `${name.slice(0, 89)}…` : name;
+      words.textContent = name.length > 160 ? `${name.slice(0, 159)}…` : name;
       number.textContent = value;
       line.append(dot, words, number);
       return line;

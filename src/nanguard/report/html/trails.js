@@ -22,7 +22,8 @@ const trails = (() => {
     const what = wrapped(`${stretch.module} (${stretch.kind}), ${stretch.op}, ${stretch.format}`);
     const { low, high } = stretch;
     const span = low === null ? "no finite value" : `${low.toPrecision(4)} to ${high.toPrecision(4)}`;
-    return `${what}<br>${span}${stretch.finite ? "" : "<br>non-finite values too"}`;
+    const bad = stretch.finite ? "" : low === null ? "" : "<br>non-finite values too";
+    return `${what}<br>${span}${bad}`;
   }
 
   function tick_name(value) {
@@ -101,6 +102,9 @@ const trails = (() => {
       text: `${plain(s.format)} ends at ${s.limit < 1e9 ? grouped(s.limit) : s.limit.toPrecision(3)}`,
       font: { size: 11, color: colours.of("ink") },
     }));
+    const empty = rows
+      .filter((row) => trail[row].low === null)
+      .map((row) => ({ showarrow: false, x: 0, y: row, text: "no finite value", font: { size: 11, color: colours.of("bad") } }));
     const layout = {
       width: place.clientWidth,
       height: ROW * trail.length + 68,
@@ -118,7 +122,7 @@ const trails = (() => {
       hovermode: "closest",
       dragmode: false,
       shapes: ends,
-      annotations: notes,
+      annotations: [...notes, ...empty],
       xaxis: {
         range: [-edge * 1.1, edge * 1.1],
         tickvals: ticks.map(at),
