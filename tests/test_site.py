@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -106,15 +107,6 @@ def test_getting_started_shows_what_nanguard_run_prints() -> None:
 def without_loss(text: str) -> str:
     """The program's own number is another on another machine."""
     return re.sub(r"^loss \d\.\d+$", "loss #", text, flags=re.MULTILINE)
-
-
-def test_the_tables_of_the_comparison_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import readme
-
-    text = (DOCS / "comparison.md").read_text()
-    assert text == readme.filled(text, readme.newest()), "run benchmarks/readme.py"
-    assert text.count("| **nanguard**") >= 6
 
 
 def test_the_api_page_has_every_public_name() -> None:
@@ -224,6 +216,12 @@ def test_the_api_is_on_its_page(site: Path, built: dict[Path, Page]) -> None:
 def test_causes_can_be_searched_for(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text()
     assert [row.name for row in TABLE if row.page.replace(".md", ".html") not in index] == []
+
+
+@pytest.mark.parametrize("word", ["wandb", "jupyter", "huggingface", "tensorboard", "lightning", "fsdp"])
+def test_what_people_use_besides_can_be_searched_for(site: Path, word: str) -> None:
+    pages = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert [page["location"] for page in pages if word in page["text"].lower()]
 
 
 def test_scripts_of_the_docs_are_not_published(site: Path) -> None:
