@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._device import _device_constructors
 
 
 def enter_function_mode(mode: Any) -> None:
@@ -19,7 +19,8 @@ def enter_function_mode(mode: Any) -> None:
         torch._C._push_on_torch_function_stack(mode)
         return
     above = _popped_function_modes()
-    if above and isinstance(above[-1], DeviceContext):
+    lowest = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    if lowest is not None and above[-1] is lowest:
         torch._C._push_on_torch_function_stack(above.pop())
     for each in (mode, *reversed(above)):
         torch._C._push_on_torch_function_stack(each)
@@ -43,7 +44,7 @@ def _popped_function_modes() -> list[Any]:
 
 
 def takes_default_device(function: Any) -> bool:
-    """Whether a function that is called now without a device is given that of ``with torch.device(...)``."""
+    """Whether a function that is called now without a device is given that of ``torch.set_default_device``."""
     return bool(torch._C._len_torch_function_stack()) and function in _device_constructors()
 
 
