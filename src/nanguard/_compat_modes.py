@@ -31,11 +31,17 @@ def leave_function_mode(mode: Any) -> bool:
 
     False if it is not there: while it handles a call, torch holds it aside.
     """
-    modes = _popped_function_modes()
-    for each in reversed(modes):
-        if each is not mode:
-            torch._C._push_on_torch_function_stack(each)
-    return any(each is mode for each in modes)
+    above = []
+    for _ in range(torch._C._len_torch_function_stack()):
+        each = torch._C._pop_torch_function_stack()
+        if each is mode:
+            break
+        above.append(each)
+    else:
+        each = None
+    for other in reversed(above):
+        torch._C._push_on_torch_function_stack(other)
+    return each is mode
 
 
 def _popped_function_modes() -> list[Any]:
@@ -44,8 +50,8 @@ def _popped_function_modes() -> list[Any]:
 
 
 def takes_default_device(function: Any) -> bool:
-    """Whether a function that is called now without a device is given that of ``torch.set_default_device``."""
-    return bool(torch._C._len_torch_function_stack()) and function in _device_constructors()
+    """Whether a function that is called without a device is given that of ``torch.set_default_device``."""
+    return function in _device_constructors()
 
 
 num_dispatch_modes: Any = torch._C._len_torch_dispatch_stack

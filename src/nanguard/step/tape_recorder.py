@@ -27,7 +27,10 @@ _MOST_ROWS = 4096
 _SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
-_NO_ROW, _ROW, _DRAWS, _BACKWARD = 0, 1, 2, 3
+_NO_ROW, _ROW, _DRAWS, _MAKES, _BACKWARD = 0, 1, 2, 4, 8
+"""What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device."""
+
+_NOTHING: dict[str, Any] = {}
 _PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 """Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
 
@@ -144,23 +147,32 @@ class TapeRecorder(TorchFunctionMode):
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every torch call, so it is kept short: a few microseconds matter to a short step."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
         kwargs = kwargs or {}
         if not kind:
             return func(*args, **kwargs)
-        is_row = kind != _BACKWARD and self._wants()
+        is_row = kind & _ROW and self._wants()
         if is_row:
-            given = self._noted(args)
-            named = self._noted(kwargs) if kwargs else kwargs
-            rng = self._note() if kind == _DRAWS else None
+            given, marks = [], self._marks
+            for each in args:
+                mark = marks.get(id(each))
+                if mark is not None and mark[0]() is each:
+                    given.append(mark[1])
+                else:
+                    given.append(self._noted(each))
+            named = self._noted(kwargs) if kwargs else _NOTHING
+            rng = self._note() if kind & _DRAWS else None
         self._is_inside = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._is_inside = False
         if is_row:
+            if kind & _MAKES and named.get("device") is None and isinstance(result, Tensor):
+                named = {**named, "device": result.device}
             self._add(func, given, named, rng, args, result, sys._getframe(1))
         return result
 
@@ -204,7 +216,7 @@ class TapeRecorder(TorchFunctionMode):
         if _compat_modes.num_dispatch_modes() or _compat_modes.are_functions_transformed():
             return False
         tape = self.tape
-        return tape is not None and (bool(tape.rows) or torch.is_grad_enabled())
+        return tape is not None and (torch.is_grad_enabled() or bool(tape.rows))
 
     def _noted(self, tree: Any) -> Any:
         """The arguments of a call, with tokens for tensors."""
@@ -270,8 +282,6 @@ class TapeRecorder(TorchFunctionMode):
         autocast: tuple[bool, torch.dtype | None] = (False, None)
         if _compat_modes.is_any_autocast_enabled():
             autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        if _compat_modes.takes_default_device(func) and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": made[0].device}
         self._append((func, args, kwargs, code, at, torch.is_grad_enabled(), autocast, rng), made)
 
     def _position(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
@@ -340,7 +350,8 @@ def _kind_of(func: Any) -> int:
         return _NO_ROW
     if name == "backward":
         return _BACKWARD
-    return _DRAWS if name in _DRAW else _ROW
+    makes = _MAKES if _compat_modes.takes_default_device(func) else 0
+    return _ROW | makes | (_DRAWS if name in _DRAW else 0)
 
 
 def _applying(recorder: TapeRecorder, original: Any) -> Callable[..., Any]:
