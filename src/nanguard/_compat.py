@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -106,6 +107,16 @@ def is_sharded(module: nn.Module) -> bool:
     if any(hasattr(p, "_local_tensor") or hasattr(p, "_flat_param") for p in module.parameters()):
         return True
     return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
+
+
+def index_sampler(iterator: Any) -> Any:
+    """What an iterator of torch's DataLoader takes its indices from; None for another iterator."""
+    return getattr(iterator, "_index_sampler", None)
+
+
+def loader_iterator() -> type:
+    """The class of the iterators of torch's DataLoader."""
+    return torch.utils.data.dataloader._BaseDataLoaderIter
 
 
 def skip_batches(iterator: Any, loader: Any, number: int) -> bool:
@@ -241,6 +252,11 @@ def storage_key(tensor: Tensor) -> int:
     """The same for all views of a storage, as long as it lives."""
     storage = storage_of(tensor)
     return id(tensor) if storage is tensor else int(storage._cdata)
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Does not keep the memory; as long as it is held, no other storage has the same ``storage_key``: its ``cdata``."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def storage_size(tensor: Tensor) -> int:

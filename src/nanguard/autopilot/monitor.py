@@ -28,6 +28,7 @@ from nanguard.hosted.names import names_of_leaves
 from nanguard.hosted.optimizers import Once, Step
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
+from nanguard.state.batch_indices import NotedSampler
 from nanguard.state.rng import RngState
 from nanguard.step.calls import Call, CallRecorder
 
@@ -44,6 +45,7 @@ class ProgramMonitor:
         self._is_busy = False
         self._is_closed = False
         self._is_in_backward = False
+        self._num_forwards = 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
@@ -90,6 +92,14 @@ class ProgramMonitor:
             with self._at_work("an optimizer could not be guarded"):
                 self._attach(self.registry.guard_next())
 
+    def fetched(self, noted: NotedSampler, batch: Any) -> None:
+        """A loader has given a batch, for training as far as can be told."""
+        if self.is_idle or not torch.is_grad_enabled():
+            noted.pass_over(1)
+            return
+        with self._at_work("the indices of a batch could not be noted"):
+            self._coordinator.note_fetched(noted.fetched(batch, self._num_forwards))
+
     def before_forward(self, root: int) -> None:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
         self.registry.used.add(root)
@@ -98,6 +108,7 @@ class ProgramMonitor:
             return
         is_training = self._open_calls() is not None
         if is_training:
+            self._num_forwards += 1
             self._tracer.resume()
         with self._at_work("what a step may change could not be noted"):
             for hosted in self.hosted_steps:

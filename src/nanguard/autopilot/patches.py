@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from nanguard import _compat
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.hosted.handshake import announce
+from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
 
 
@@ -39,6 +41,8 @@ class Patches:
         self._replace(BaseProcess, "start", self._start)
         for owner, name in _compat.recorders():
             self._replace(owner, name, self._aside)
+        self._replace(DataLoader, "__iter__", self._iterate)
+        self._replace(_compat.loader_iterator(), "__next__", self._fetch)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
 
@@ -164,6 +168,30 @@ class Patches:
                 return original(*args, **kwargs)
 
         return trace
+
+    def _iterate(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def iterate(loader: Any) -> Any:
+            return begin_noted(loader, original, tells=True)[0]
+
+        return iterate
+
+    def _fetch(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        monitor = self._monitor
+
+        def fetch(iterator: Any) -> Any:
+            sampler = _compat.index_sampler(iterator)
+            noted = sampler if isinstance(sampler, NotedSampler) and sampler.tells else None
+            try:
+                batch = original(iterator)
+            except Exception as error:
+                if noted is not None and not isinstance(error, StopIteration):
+                    noted.next()  # a record that could not be read: the next batch is another
+                raise
+            if noted is not None:
+                monitor.fetched(noted, batch)
+            return batch
+
+        return fetch
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: GradScaler, outputs: Any) -> Any:

@@ -19,6 +19,7 @@ from nanguard.numerics.norm import tensor_norms
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
+from nanguard.state.batch_indices import indices_of
 from nanguard.state.batches import num_samples
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -78,6 +79,14 @@ class Exam:
         """The bad indices of the first dimension; empty if that is not the batch dimension."""
         num, shape = num_samples(self.batch()), event.note.shape
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
+
+    def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """The indices of samples of the batch in the dataset, empty if they are not known."""
+        if not samples or not self.pending.fetched:
+            return ()
+        num = max(1, len(self.pending.microbatches))
+        indices = indices_of(self.batch(), self.pending.fetched, self.run.microbatch, num)
+        return tuple(indices[sample] for sample in samples) if indices else ()
 
     def trail(self, birth: TraceEvent) -> tuple[Stretch, ...]:
         """The range of values in each module of the forward pass, in the order in which the modules ran.

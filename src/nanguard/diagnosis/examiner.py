@@ -104,6 +104,7 @@ class Examiner:
         pending, parts = exam.pending, self._parts
         return replace(
             diagnosis,
+            dataset_indices=exam.dataset_indices(diagnosis.samples),
             step=pending.step if reading is None else reading.step,
             epoch=pending.epoch,
             batch=pending.batch,

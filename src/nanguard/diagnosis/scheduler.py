@@ -265,7 +265,7 @@ def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
     """An earlier diagnosis, without the facts that hold for its step alone."""
     because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
     guess = replace(known, because=because, confidence="guess", notes=(note,), evidence=(), operands=())
-    guess = replace(guess, samples=(), element=None, chain=(), harmless=(), trail=(), tried=())
+    guess = replace(guess, samples=(), dataset_indices=(), element=None, chain=(), harmless=(), trail=(), tried=())
     return replace(guess, step=reading.step, epoch=reading.epoch, batch=reading.batch)
 
 

@@ -13,10 +13,12 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
 from nanguard.source.frames import calling_line
+from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.tape import CallTape
 
 _FEW = 8
 _MOST_LOSSES = 256
+_MOST_FETCHED = 64
 
 
 class StepCoordinator:
@@ -27,6 +29,7 @@ class StepCoordinator:
         self.iteration = Iteration()
         self.next_tape: CallTape | None = None
         """For the next iteration, if its first torch calls are made before it begins."""
+        self._fetched_next: list[FetchedBatch] = []
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
@@ -34,8 +37,15 @@ class StepCoordinator:
             together = frozenset(map(id, self.iteration.stepped))
             for hosted in self.iteration.stepped:
                 hosted.stepped_together = together
-            self.iteration = Iteration() if self.next_tape is None else Iteration(tape=self.next_tape)
-            self.next_tape = None
+            ahead = [batch for batch in self.iteration.fetched[-_FEW:] if batch.is_ahead]  # not used yet
+            self.iteration = Iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
+            self.next_tape, self._fetched_next = None, []
+
+    def note_fetched(self, batch: FetchedBatch) -> None:
+        """A loader of the program gave a batch. After a step it is for the next one."""
+        fetched = self._fetched_next if self.iteration.stepped else self.iteration.fetched
+        fetched.append(batch)
+        del fetched[:-_MOST_FETCHED]
 
     def before_forward(self, hosted: HostedStep) -> None:
         """A module that ``hosted`` trains is about to be called, with gradients on."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape
 
@@ -20,8 +21,8 @@ class Iteration:
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
-    of scaled gradients. ``tape`` has the torch calls outside modules. ``live`` is the trace, if there is one;
-    ``graph_finding`` what the graph of a bad loss shows.
+    of scaled gradients. ``tape`` has the torch calls outside modules, ``fetched`` the batches that loaders of the
+    program gave for it. ``live`` is the trace, if there is one; ``graph_finding`` what the graph of a bad loss shows.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -32,6 +33,7 @@ class Iteration:
     unapplied: list[HostedStep] = field(default_factory=list)
     refused: bool = False
     tape: CallTape = field(default_factory=CallTape)
+    fetched: list[FetchedBatch] = field(default_factory=list)
     live: Any = None
     graph_finding: Any = None
 

@@ -319,6 +319,7 @@ class HostedStep(UncheckedSteps):
         pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
         pending.tape = this.tape if this.tape.losses else None
+        pending.fetched = list(this.fetched)
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""

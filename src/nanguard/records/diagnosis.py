@@ -109,7 +109,8 @@ class Diagnosis:
     ``cause`` is the name of the cause, ``title`` the same in words. ``op`` is torch's name of the operation; for a
     fault in a derivative it is the forward op. ``module`` is the qualified name of the innermost module, ``""`` outside
     of all modules; ``source`` is the user's line. ``because`` gives the cause in numbers. ``element`` is the index of
-    the offending value, ``samples`` are the affected samples of the batch. ``chain`` leads from the op to the
+    the offending value, ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the
+    dataset, if known. ``chain`` leads from the op to the
     non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
     reading the program, not by running it. ``batch`` is the position of the step's data in the epoch, ``since_step``
     the last step with a good state.
@@ -129,6 +130,7 @@ class Diagnosis:
     operands: tuple[Operand, ...] = ()
     element: tuple[int, ...] | None = None
     samples: tuple[int, ...] = ()
+    dataset_indices: tuple[int, ...] = ()
     chain: tuple[Link, ...] = ()
     harmless: tuple[Link, ...] = ()
     trail: tuple[Stretch, ...] = ()

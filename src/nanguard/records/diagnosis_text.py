@@ -30,7 +30,10 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "why", ": ".join(filter(None, [diagnosis.words, diagnosis.because]))
     if diagnosis.samples:
         places = "index" if len(diagnosis.samples) == 1 else "indices"
-        yield "sample", f"{places} {_numbers(diagnosis.samples)} of the batch{_element(diagnosis)}"
+        where = f"{places} {_numbers(diagnosis.samples)} of the batch"
+        if diagnosis.dataset_indices:
+            where += f": dataset {places} {_numbers(diagnosis.dataset_indices)}"
+        yield "sample", where + _element(diagnosis)
     if diagnosis.fix.words:
         yield "fix", diagnosis.fix.words
     if tried := _tried(diagnosis):

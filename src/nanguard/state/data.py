@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from nanguard import _compat
+from nanguard.state.batch_indices import FetchedBatch, begin_noted
 from nanguard.state.rng import RngReader, RngState
 
 log = logging.getLogger("nanguard")
 
 END: Any = object()
+_MOST_FETCHED = 63
 Place = tuple[int, int]
 """A batch: the number of its pass, and its position there."""
 
@@ -39,7 +41,10 @@ class Pass:
         """From the first batch, with the random states of now."""
         self.position = 0
         self._start = _Start.of(self.loader, self._rng_reader)
-        self._iterator: Iterator[Any] = iter(self.loader)
+        self._begin_iterator()
+
+    def _begin_iterator(self) -> None:
+        self._iterator, self._noted = begin_noted(self.loader)
 
     def begin_again(self) -> None:
         """Once more from the first batch, after an earlier pass over the same loader was repeated."""
@@ -57,6 +62,10 @@ class Pass:
         self.position += batch is not END
         return batch
 
+    def fetched(self, batch: Any) -> FetchedBatch | None:
+        """Which records the batch that came last holds; None if that is not known. Call it once for each."""
+        return None if self._noted is None else self._noted.fetched(batch, self.position)
+
     def mark(self) -> dict[str, Any]:
         """All that is needed to come back to this point, here or in another process."""
         state = copy.deepcopy(self.loader.state_dict()) if _is_stateful(self.loader) else None
@@ -70,11 +79,13 @@ class Pass:
         try:
             if mark["loader"] is not None:
                 self.loader.load_state_dict(copy.deepcopy(mark["loader"]))
-                self._iterator = iter(self.loader)
+                self._begin_iterator()
             else:
                 self._start.restore(self.loader, device)
-                self._iterator = iter(self.loader)
+                self._begin_iterator()
                 _pass_over(self._iterator, self.loader, self.position)
+                if self._noted is not None:
+                    self._noted.pass_over(self.position)
         finally:
             before.restore(device)
 
@@ -92,6 +103,7 @@ class Data:
     current: Pass | None = None
     last: Any = None
     num_begun: int = 0
+    fetched: list[FetchedBatch] = field(default_factory=list)
     _back: tuple[dict[str, Any], RngState] | None = None
     _saved: tuple[dict[str, Any] | None, RngState] | None = None
     _skip_next: int = 0
@@ -123,11 +135,19 @@ class Data:
             batch = self.current.fetch()
             if batch is END:
                 return END
+            fetched = self.current.fetched(batch)
             if self._skip_next > 0:
                 self._skip_next -= 1
             elif self._skip_between is None or not self._skip_between[0] <= place <= self._skip_between[1]:
                 self.last = batch
+                if fetched is not None:
+                    self.fetched = [*self.fetched[-_MOST_FETCHED:], fetched]
                 return batch
+
+    def take_fetched(self) -> list[FetchedBatch]:
+        """The batches that were given since this was last asked."""
+        taken, self.fetched = self.fetched, []
+        return taken
 
     @property
     def is_going_back(self) -> bool:
@@ -191,6 +211,7 @@ class Data:
         if self._back is None:
             return
         (mark, rng), self._back = self._back, None
+        self.fetched = []
         self.current = next(walk for walk in self.passes if walk.number == mark["number"])
         self.current.go_back(mark, self.device)
         rng.restore(self.device)

@@ -190,6 +190,7 @@ class StepEngine:
         self.parts.end()
         self._taper.forget()
         pending.last_batch = self._position
+        pending.fetched = self.data.take_fetched() or pending.fetched
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)
             self.parts.is_captured = True

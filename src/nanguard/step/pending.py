@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.records.steps import Verdict
+from nanguard.state.batch_indices import FetchedBatch
 from nanguard.state.readback import PendingCopy
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
@@ -56,10 +57,11 @@ class PendingStep:
 
     ``divisor`` is the number of micro-batches the step's mean is taken over. ``rerunnable`` says whether the guard
     itself ran the forward pass and can do so again. ``last_seen`` is what ``guard.epoch`` gave last, ``last_batch`` its
-    position; ``lrs`` are the learning rates it is made with; ``is_spoiled`` says that its update was taken back. In a
-    loop of the user's own ``has_begun`` says that there was a forward pass, ``calls`` are those of the model, ``tape``
-    has the torch calls around it, and ``live`` is how the step ran, if it was traced. ``measured`` is set if it was
-    measured before it was finished, ``verdict`` once its reading has been judged.
+    position, ``fetched`` are the batches that a loader gave for this step; ``lrs`` are the learning rates it is made
+    with; ``is_spoiled`` says that its update was taken back. In a loop of the user's own ``has_begun`` says that there
+    was a forward pass, ``calls`` are those of the model, ``tape`` has the torch calls around it, and ``live`` is how
+    the step ran, if it was traced. ``measured`` is set if it was measured before it was finished, ``verdict`` once its
+    reading has been judged.
     """
 
     step: int
@@ -70,6 +72,7 @@ class PendingStep:
     microbatches: list[Microbatch] = field(default_factory=list)
     last_seen: Any = None
     last_batch: int | None = None
+    fetched: list[FetchedBatch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     knows_loss: bool = True
     in_microbatch: bool = False

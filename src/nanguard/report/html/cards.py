@@ -209,6 +209,11 @@ def _data(diagnosis: Diagnosis, bundle: Bundle | None) -> Iterator[Child]:
         more = len(diagnosis.samples) - _MOST
         which = "Sample" if len(diagnosis.samples) == 1 else "Samples"
         yield tag("p", f"{which} ", tag("strong", shown), f" and {more:,} more" if more > 0 else "", " of the batch.")
+    if diagnosis.dataset_indices:
+        records = ", ".join(map(str, diagnosis.dataset_indices[:_MOST]))
+        yield tag(
+            "p", "In the dataset: ", "index " if len(diagnosis.samples) == 1 else "indices ", tag("strong", records)
+        )
     if diagnosis.element is not None:
         shape = " x ".join(map(str, diagnosis.shape)) or "one number"
         yield tag("p", "The first bad element is at ", tag("code", str(list(diagnosis.element))), f" of {shape}.")

@@ -1,0 +1,142 @@
+"""Which records of a dataset a batch holds: what the sampler of a DataLoader gave for it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from nanguard import _compat
+from nanguard.state.batches import num_samples
+from nanguard.state.trees import tensors
+
+_MOST_PARTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedBatch:
+    """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
+
+    ``is_ahead`` says that the program fetches batches before it uses those that it has.
+    """
+
+    given: Any
+    storages: tuple[Any, ...] = ()
+    is_ahead: bool = False
+
+    def shares_memory(self, keys: set[int]) -> bool:
+        """True if one of these storages is one of this batch."""
+        return any(each.cdata in keys for each in self.storages)
+
+
+class NotedSampler:
+    """A sampler that notes what it gives. Batches come in the same order, however many workers prepare in advance."""
+
+    def __init__(self, sampler: Any, *, tells: bool) -> None:
+        self._sampler, self.tells = sampler, tells
+        self._given: deque[Any] = deque()
+        self.num_forwards: int | None = None
+        self.is_ahead = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._given = deque()
+        return _Noting(iter(self._sampler), self._given)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def next(self) -> Any:
+        """What was given for the batch that comes next; None if nothing is known."""
+        return self._given.popleft() if self._given else None
+
+    def pass_over(self, number: int) -> None:
+        """So many batches were not used."""
+        for _ in range(number):
+            self.next()
+
+    def fetched(self, batch: Any, num_forwards: int) -> FetchedBatch:
+        """The batch that came now. ``num_forwards`` counts the forward passes of the training so far."""
+        self.is_ahead = self.is_ahead or self.num_forwards == num_forwards
+        self.num_forwards = num_forwards
+        return FetchedBatch(self.next(), storages_of(batch), self.is_ahead)
+
+
+class _Noting(Iterator[Any]):
+    def __init__(self, indices: Iterator[Any], given: deque[Any]) -> None:
+        self._indices, self._into = indices, given
+
+    def __next__(self) -> Any:
+        given = next(self._indices)
+        self._into.append(given)
+        return given
+
+
+def begin_noted(
+    loader: Any, begin: Callable[[Any], Iterator[Any]] = iter, *, tells: bool = False
+) -> tuple[Iterator[Any], NotedSampler | None]:
+    """An iterator over a loader, and the sampler that notes its indices; None if they cannot be known.
+
+    They are known of torch's own DataLoader over a dataset with indices. ``begin`` makes the iterator; ``tells`` says
+    that whoever fetches a batch is to tell of it.
+    """
+    if not _has_indices(loader):
+        return begin(loader), None
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = vars(loader)[name]
+    if isinstance(sampler, NotedSampler):
+        return begin(loader), None
+    vars(loader)[name] = NotedSampler(sampler, tells=tells)  # setattr is refused
+    try:
+        iterator = begin(loader)
+    finally:
+        vars(loader)[name] = sampler
+    noted = _compat.index_sampler(iterator)  # an earlier one if workers are kept
+    return iterator, noted if isinstance(noted, NotedSampler) else None
+
+
+def _has_indices(loader: Any) -> bool:
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and getattr(loader, "in_order", True)
+
+
+def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_parts: int) -> tuple[int, ...]:
+    """The dataset indices of the samples of a batch, one of ``num_parts`` of a step. Empty if they are not known.
+
+    ``fetched`` are the batches that came for this step. Which of them it is, its memory says, or else the order.
+    """
+    keys = {_compat.storage_key(tensor) for tensor in tensors(batch)}
+    same = [each for each in fetched if each.shares_memory(keys)]
+    if not same and (len(fetched) != num_parts or any(each.is_ahead for each in fetched)):
+        return ()
+    given = (same[-1] if same else fetched[place]).given
+    try:
+        indices = tuple(map(operator.index, given if isinstance(given, (list, tuple, Tensor)) else [given]))
+    except TypeError:  # keys of another kind
+        return ()
+    return indices if len(indices) == num_samples(batch) else ()
+
+
+def storages_of(batch: Any) -> tuple[Any, ...]:
+    """Of the tensors of a batch, as far as few steps lead to them: a batch may hold millions of numbers."""
+    return tuple(_compat.weak_storage(part) for part in _few_parts(batch, depth=2))
+
+
+def _few_parts(batch: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.layout is torch.strided and not batch.is_meta:
+            yield batch
+    elif depth and isinstance(batch, (list, tuple, Mapping)):
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        for part in itertools.islice(parts, _MOST_PARTS):
+            yield from _few_parts(part, depth - 1)
