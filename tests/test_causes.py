@@ -857,6 +857,18 @@ def memory_holds_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@program("log_of_zero", "masked_fill", "masked_fill puts an infinity where the loss asks for the log")
+def a_choice_that_was_masked(h):
+    scores = h.masked_fill(h > 3, -INF)  # guilty
+    return -torch.distributions.Categorical(logits=scores).log_prob(torch.tensor(3))
+
+
+@program("zero_over_zero", "div", "0 / 0: the denominator is a sum of zeros, such as a mask that leaves nothing")
+def a_mean_by_hand_over_nothing(h):
+    keep = h > 9
+    return (h * keep).sum() / keep.sum()  # guilty
+
+
 @program("nonfinite_constant", "masked_fill", "masked_fill is given a number of the program that is NaN")
 def a_nan_that_is_written_down(h):
     return h.masked_fill(h > 3, NAN)  # guilty

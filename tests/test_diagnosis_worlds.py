@@ -20,7 +20,11 @@ from cpu import NO_BF16_LSTM, has_bf16_lstm
 from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
+from nanguard.diagnosis.causes import titled
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.panel import panel
+from nanguard.records.steps import Action, Flags, Incident, Outcome, Reading, Verdict
+from nanguard.records.summary import closing_line
 
 LINES = Path(__file__).read_text().splitlines()
 
@@ -799,3 +803,65 @@ def test_a_step_that_cannot_be_run_again_does_not_end_the_run(style: str, diagno
         counts = guard.counts
     assert (counts["applied"], counts["skipped"]) == (7, 1)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+# ---- programs that are not changed -----------------------------------------------------------------------------------
+
+
+class TrainsItsParts(nn.Module):
+    """Called as a whole to validate, and in parts to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def test_a_module_that_is_called_to_validate_does_not_hide_the_calls_that_train() -> None:
+    model = TrainsItsParts()
+    with nanguard.install() as autopilot:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for place in range(4):
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+            x = torch.rand(4, 6)
+            if place == 2:
+                x[1, 3] = NAN
+            model.body(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert (incident.diagnosis.cause, incident.diagnosis.module) == ("input_nonfinite", "body")
+    assert incident.diagnosis.samples == (1,)
+
+
+def test_the_rank_with_a_bad_loss_is_named_on_the_others() -> None:
+    flags = (Flags(rank=1, loss=True, gradients=False, buffers=False),)
+    reading = Reading(step=3, epoch=0, batch=None, loss=0.5, found=("loss",), ranks=flags)
+    verdict = Verdict(kind="nonfinite", reading=reading)
+    outcome = Outcome(verdict=verdict, action=Action(response="skip"), applied=False)
+    assert "found     loss of rank 1\n" in panel(Incident(number=1, outcome=outcome))
+
+
+def test_a_later_diagnosis_that_is_better_takes_the_place_in_the_last_line() -> None:
+    def incident(number: int, **fields: Any) -> Incident:
+        reading = Reading(step=number, epoch=0, batch=None, loss=NAN, found=("loss",))
+        diagnosis = titled(Diagnosis(phase="forward", **fields))
+        outcome = Outcome(
+            verdict=Verdict(kind="nonfinite", reading=reading),
+            action=Action(response="skip"),
+            applied=False,
+            diagnosis=diagnosis,
+        )
+        return Incident(number=number, outcome=outcome)
+
+    guessed = incident(1, cause="exp_overflow", op="exp", capture="graph", confidence="likely")
+    unknown = incident(2, cause="unknown", capture="module")
+    found = incident(3, cause="input_nonfinite", op="mse_loss", capture="live", confidence="certain")
+    line = partial(closing_line, {"applied": 9, "skipped": 3}, unsound=(), refused_in_a_row=0)
+    assert line([guessed, unknown]).endswith("; first known at step 1: overflow of an exponential (exp)")
+    assert line([guessed, unknown, found]).endswith("; first known at step 3: non-finite data (mse_loss)")

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanguard import _compat
@@ -44,7 +45,7 @@ class CallListener:
         return forget
 
     def listen_closer(self) -> None:
-        """To the children of modules that have never been called: a program may use their parts alone."""
+        """To the children of modules that were never called to train: a program may use their parts alone."""
         for key, (ref, root) in list(self._listed.items()):
             module = ref()
             children = [] if module is None or key in self._called else list(module.children())
@@ -87,7 +88,8 @@ class CallListener:
 
     def _record(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._begins(self._listed[id(module)][1])
-        self._called.add(id(module))
+        if torch.is_grad_enabled():  # a program may validate with a module whose parts it trains
+            self._called.add(id(module))
         call = self._recorder.enter(module, args, kwargs)
         if call is not None:
             call.module = unwrapped(module)

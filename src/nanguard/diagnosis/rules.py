@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
 from nanguard.diagnosis.blame import TraceFinding, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
-from nanguard.diagnosis.provenance import BATCH, BUFFER, PARAMETER, STATE, Note, TraceEvent
+from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Operand
 
@@ -61,6 +61,7 @@ _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot"
 _NORMALISES = frozenset(
     ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
 )
+_PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
 _SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
@@ -95,7 +96,7 @@ def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
 def is_label(case: Case) -> bool:
     """True if the value depends on the batch alone and the model never gets it: a target, not an input."""
     roots = case.note.roots
-    if not roots & BATCH or roots & (PARAMETER | BUFFER | STATE) or case.note.phase != "forward":
+    if roots != BATCH or case.note.phase != "forward":
         return False
     return not feeds_a_module(case.trace, case.note)
 
@@ -221,7 +222,7 @@ def divide(case: Case) -> Found:
         if dividend == 0:
             if is_norm_of(source, over):
                 return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
-            return "zero_over_zero", "0 / 0"
+            return "zero_over_zero", "0 / 0" + _sum_of_zeros(source)
         if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
         return "div_by_zero", f"{number(dividend)} / 0"
@@ -232,6 +233,14 @@ def divide(case: Case) -> Found:
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
         return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
     return None
+
+
+def _sum_of_zeros(denominator: object) -> str:
+    """Words for a mean by hand over a mask or weights that leave nothing."""
+    if not isinstance(denominator, Note) or denominator.op != "sum" or not denominator.parents:
+        return ""
+    summed = denominator.parents[0].look
+    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * (summed.low == summed.high == 0)
 
 
 def sqrt(case: Case) -> Found:
@@ -328,8 +337,9 @@ def infinities(case: Case) -> Found:
 
 
 def _hidden(case: Case) -> Found:
-    """An infinity of a mask reaches the loss."""
-    if not any(event.note.op in ("log_softmax", "logsumexp", "log") for event in case.finding.chain):
+    """An infinity of a mask reaches the loss: through a logarithm, or because the loss picks a masked entry."""
+    ops = {event.note.op for event in case.finding.chain}
+    if not ops & {"log_softmax", "logsumexp", "log", *_PICKS}:
         return None
     return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
 

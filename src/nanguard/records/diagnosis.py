@@ -158,6 +158,11 @@ class Diagnosis:
         return asdict(self)
 
     @property
+    def is_well_known(self) -> bool:
+        """True if the op was seen to make the value. The graph that autograd keeps, or a guess, may be wrong."""
+        return self.cause != "unknown" and self.confidence != "guess" and self.capture != "graph"
+
+    @property
     def words(self) -> str:
         """The cause in words. Logs of older versions have no title; for them it is the name of the cause."""
         return self.title or self.cause.replace("_", " ")

@@ -50,13 +50,14 @@ def closing_line(
 
 
 def _first(incidents: Sequence[Incident]) -> str:
-    """The first incident with a known cause."""
+    """The first incident with a known cause; a later one that is known better takes its place."""
     if not incidents:
         return ""
-    known = [each for each in incidents if each.diagnosis is not None and each.diagnosis.cause != "unknown"]
-    if not known or known[0].diagnosis is None:
+    known = [(each, each.diagnosis) for each in incidents if each.diagnosis and each.diagnosis.cause != "unknown"]
+    if not known:
         return f"; the first at step {incidents[0].reading.step:,}, its cause unknown"
-    return f"; first known at step {known[0].reading.step:,}: {_why(known[0].diagnosis)}"
+    incident, diagnosis = min(known, key=lambda each: not each[1].is_well_known)
+    return f"; first known at step {incident.reading.step:,}: {_why(diagnosis)}"
 
 
 def _why(diagnosis: Diagnosis) -> str:
