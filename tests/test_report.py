@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import linecache
 import math
 import os
 import re
@@ -581,8 +582,47 @@ def test_a_guard_shows_counts_and_its_last_incidents_in_a_notebook(run: tuple[Pa
     text = Outline(guard._repr_html_()).text
     assert f"{guard.counts['applied']} applied, {guard.counts['skipped']} skipped" in text
     assert "fp16" in text
-    assert "step 60: the loss is NaN: step skipped" in text
-    assert text.index("step 60") < text.index("step 43"), "the last first"
+    assert "60 the loss is NaN non-finite data" in re.sub(r"\s+", " ", text)
+
+
+def test_incidents_outcomes_and_runs_are_tables_in_a_notebook(run: tuple[Path, nanguard.Guard]) -> None:
+    folder, guard = run
+    shown = [guard.incidents, guard.incidents[0], guard.incidents[0].outcome, guard.last_outcome]
+    texts = [re.sub(r"\s+", " ", Outline(each._repr_html_()).text) for each in (*shown, nanguard.read_run(folder))]  # type: ignore[union-attr]
+    assert f"{len(guard.incidents)} incidents" in texts[0]
+    assert texts[0].count("overflow of fp16 in attention, reported.py:") == 4
+    assert "step 40: the loss is NaN: step skipped" in texts[1]
+    assert texts[1] == texts[2]
+    assert "applied" in texts[3]
+    assert "90, 5 not applied" in texts[4]
+    assert "attention in fp32 from now on" in texts[4]
+    assert all("Outcome(" not in text for text in texts)
+    empty = type(guard.incidents)()
+    assert "no incidents" in empty._repr_html_()
+    assert empty == ()
+
+
+CELL = """
+def forward(x):
+    return x.log().sum()
+"""
+
+
+@pytest.mark.parametrize("name", ["<ipython-input-3-0123abcd>", "ipykernel"])
+def test_a_line_of_a_notebook_is_named_by_its_cell(name: str) -> None:
+    if name == "ipykernel":
+        shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+        shell.execution_count = 3
+        name = shell.compile.cache(CELL, 3)
+    names: dict[str, Any] = {}
+    exec(compile(CELL, name, "exec"), names)
+    linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+    model = nn.Linear(2, 1)
+    found = nanguard.diagnose(
+        model, lambda model, x: names["forward"](model(x) * 0), torch.ones(2, 2), precision="fp32"
+    )
+    assert str(found.source) == "cell 3, line 3"
+    assert "where     cell 3, line 3 (log, forward, fp32)\n               return x.log().sum()" in str(found)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

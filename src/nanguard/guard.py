@@ -20,7 +20,7 @@ from nanguard.errors import ProtocolError
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Rollback
-from nanguard.records.steps import Incident, Outcome
+from nanguard.records.steps import Incidents, Outcome
 from nanguard.state.snapshots.options import Snapshots
 from nanguard.step.assembly import assemble, choose_policy, choose_snapshots, choose_sync
 from nanguard.step.clipping import Clip
@@ -242,7 +242,7 @@ class Guard:
         return self._engine.num_epochs
 
     @property
-    def incidents(self) -> tuple[Incident, ...]:
+    def incidents(self) -> Incidents:
         """Every incident so far, as far as the host knows."""
         return self._parts.journal.incidents
 

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.numerics.clip import require_max_norm
 from nanguard.policy.policy import Policy
-from nanguard.records.steps import Incident
+from nanguard.records.steps import Incidents
 from nanguard.run_folder import RunFolder
 from nanguard.step.assembly import check_choice, choose_policy
 
@@ -36,7 +35,7 @@ class Autopilot:
         self._patches = Patches(self._monitor)
 
     @property
-    def incidents(self) -> Sequence[Incident]:
+    def incidents(self) -> Incidents:
         """Every bad step so far, as far as the host knows."""
         return self._monitor.registry.incidents
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from nanguard.hosted.trained_modules import (
     trained_modules_of,
     without_copies,
 )
-from nanguard.records.steps import Incident
+from nanguard.records.steps import Incident, Incidents
 from nanguard.state.names import unwrapped
 from nanguard.step.journal import Journal
 from nanguard.wiring import introduce
@@ -205,10 +205,10 @@ class Registry:
     # ---- counts and incidents --------------------------------------------------------------------------------------
 
     @property
-    def incidents(self) -> Sequence[Incident]:
+    def incidents(self) -> Incidents:
         """Of all optimizers, as far as the host knows, in the order in which they happened."""
         found = [*self._past_incidents, *(incident for _, journal in self._entries for incident in journal.incidents)]
-        return sorted(found, key=lambda incident: incident.number)
+        return Incidents(sorted(found, key=lambda incident: incident.number))
 
     @property
     def counts(self) -> Counter[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nanguard.records.diagnosis import Source
+from nanguard.source.cells import cell_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -212,7 +213,7 @@ def last_name(node: ast.AST) -> str:
 
 def source_of_node(file: str, node: ast.AST) -> Source:
     line = int(getattr(node, "lineno", 1))
-    return Source(file=file, line=line, text=linecache.getline(file, line).strip())
+    return Source(file=cell_of(file) or file, line=line, text=linecache.getline(file, line).strip())
 
 
 @functools.lru_cache(maxsize=64)

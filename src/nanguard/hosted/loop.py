@@ -25,7 +25,7 @@ from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.hosted.step import HostedStep
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.policy.policy import Policy
-from nanguard.records.steps import Incident
+from nanguard.records.steps import Incidents
 from nanguard.records.summary import closing_line
 from nanguard.run_folder import RunFolder
 from nanguard.state.names import unwrapped
@@ -225,10 +225,10 @@ class HostedLoop:
     # ---- what happened -------------------------------------------------------------------------------------------
 
     @property
-    def incidents(self) -> tuple[Incident, ...]:
+    def incidents(self) -> Incidents:
         """Every bad step so far, of all optimizers, in order."""
         found = [incident for hosted in self._steps for incident in hosted.parts.journal.incidents]
-        return tuple(sorted(found, key=lambda incident: incident.number))
+        return Incidents(sorted(found, key=lambda incident: incident.number))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ Depth = Literal["full", "brief"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A line of the user's program."""
+    """A line of the user's program. The ``file`` of a cell of a notebook is ``cell 3``."""
 
     file: str
     line: int
@@ -36,7 +36,13 @@ class Source:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+        name = self.file.replace(chr(92), "/").rpartition("/")[2]
+        return f"{name}, line {self.line}" if self.is_cell else f"{name}:{self.line}"
+
+    @property
+    def is_cell(self) -> bool:
+        """Whether it is a cell of a notebook."""
+        return self.file.startswith("cell ") and self.file[5:].isdigit()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -227,7 +227,7 @@ def noun(outcome: Outcome) -> str:
 def _found(outcome: Outcome) -> str:
     reading = outcome.verdict.reading
     parts = []
-    elsewhere = f"of {_listed([f'rank {flags.rank}' for flags in reading.ranks]) or 'another rank'}"
+    elsewhere = f"of {joined([f'rank {flags.rank}' for flags in reading.ranks]) or 'another rank'}"
     if outcome.verdict.kind == "damage":
         parts.append(f"non-finite before this step: {joined(reading.damaged) if reading.damaged else elsewhere}")
     if outcome.verdict.kind == "divergence" and not reading.found:

@@ -81,6 +81,12 @@ class Run:
         folder = self.path.parent if self.path.name == RUN_LOG else self.path
         return folder.resolve().name if folder.name in ("", ".", "..") else folder.name
 
+    def _repr_html_(self) -> str:
+        """The HTML for a notebook."""
+        from nanguard.records.notebook import run_html
+
+        return run_html(self)
+
     def frame(self) -> Any:
         """The steps as a ``pandas.DataFrame`` with columns ``norm_0``, ... and ``lr_0``, ... for the groups."""
         try:

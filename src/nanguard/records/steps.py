@@ -159,6 +159,12 @@ class Outcome:
         """Plain containers and numbers only; ``from_dict`` reads it back."""
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        """The HTML for a notebook."""
+        from nanguard.records.notebook import outcome_html
+
+        return outcome_html(self)
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
         verdict, reading = data["verdict"], _tupled(data["verdict"]["reading"])
@@ -186,6 +192,22 @@ class Incident:
     @property
     def diagnosis(self) -> Diagnosis | None:
         return self.outcome.diagnosis
+
+    def _repr_html_(self) -> str:
+        """The HTML for a notebook."""
+        return self.outcome._repr_html_()
+
+
+class Incidents(tuple[Incident, ...]):
+    """Incidents in order. A tuple that a notebook shows as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """The HTML for a notebook."""
+        from nanguard.records.notebook import incidents_html
+
+        return incidents_html(self)
 
 
 def span_in_words(per: str | int) -> str:

@@ -18,7 +18,7 @@ from nanguard.records.panel import panel
 from nanguard.records.printable import printable
 from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
-from nanguard.replay.faults import Fault, Faults
+from nanguard.replay.repeated import RepeatedIncident, RepeatedIncidents
 from nanguard.replay.runs import header_of
 from nanguard.source.excerpt import excerpt
 
@@ -61,7 +61,7 @@ def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> It
 
     With ``brief``, a few lines for each fault. ``run_dir`` is None for an incident that was asked for alone.
     """
-    grouped = Faults()
+    grouped = RepeatedIncidents()
     for bundle in bundles:
         grouped.add(bundle)
     faults = grouped.best_first()
@@ -103,7 +103,7 @@ def as_dict(bundle: Bundle) -> dict[str, Any]:
     return {"path": str(bundle.path), **bundle.facts}
 
 
-def _others(faults: Sequence[Fault], run_dir: Path, num_incidents: int) -> str:
+def _others(faults: Sequence[RepeatedIncident], run_dir: Path, num_incidents: int) -> str:
     """The other faults of a run, a line for each, and how to see one of them in full."""
     lines = []
     for fault in faults:

@@ -27,7 +27,7 @@ def excerpt(source: Source) -> Excerpt:
     path = Path(source.file)
     try:
         if path.suffix not in (".py", ".pyw") or not path.is_file() or path.stat().st_size > _LARGEST:
-            return Excerpt(lines=alone, note="The file cannot be shown here.")
+            return Excerpt(lines=alone, note="" if source.is_cell else "The file cannot be shown here.")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return Excerpt(lines=alone, note="The file cannot be read here.")

@@ -19,6 +19,7 @@ from torch import nn
 
 from nanguard import _compat
 from nanguard.records.diagnosis import Source
+from nanguard.source.cells import cell_of
 from nanguard.source.modules import Modules
 
 _FRAMEWORKS = (
@@ -138,7 +139,8 @@ def source_of(place: Place | None) -> Source | None:
     if place is None:
         return None
     file, line, function = place
-    return Source(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
+    text = linecache.getline(file, line).strip()
+    return Source(file=cell_of(file) or file, line=line, function=function, text=text)
 
 
 def user_files(objects: Any) -> list[str]:

@@ -16,7 +16,7 @@ from nanguard.errors import NonFiniteError
 from nanguard.policy.divergence import Trend
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import halt_message
-from nanguard.records.steps import Action, Incident, Outcome, Progress, Reading, Verdict
+from nanguard.records.steps import Action, Incident, Incidents, Outcome, Progress, Reading, Verdict
 from nanguard.records.summary import closing_line
 from nanguard.step.observers import Observers
 
@@ -55,8 +55,8 @@ class Journal:
         self._where = where
 
     @property
-    def incidents(self) -> tuple[Incident, ...]:
-        return tuple(Incident(number=n, outcome=o) for n, o in zip(self._numbers, self.history, strict=True))
+    def incidents(self) -> Incidents:
+        return Incidents(Incident(number=n, outcome=o) for n, o in zip(self._numbers, self.history, strict=True))
 
     @property
     def progress(self) -> Progress:

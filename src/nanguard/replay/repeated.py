@@ -15,7 +15,7 @@ _MOST_ACTS = 5
 
 
 @dataclass(slots=True)
-class Fault:
+class RepeatedIncident:
     """Incidents with the same cause at the same place. Only the best examined one is held.
 
     ``acts`` are the steps at which more was done than to skip, and what.
@@ -69,16 +69,16 @@ class Fault:
         return rows
 
 
-class Faults:
+class RepeatedIncidents:
     """Groups the incidents of a run by fault."""
 
     def __init__(self) -> None:
-        self._by_likeness: dict[tuple[Any, ...], Fault] = {}
+        self._by_likeness: dict[tuple[Any, ...], RepeatedIncident] = {}
 
     def add(self, bundle: Bundle) -> None:
-        self._by_likeness.setdefault(likeness(bundle.outcome), Fault(best=bundle)).add(bundle)
+        self._by_likeness.setdefault(likeness(bundle.outcome), RepeatedIncident(best=bundle)).add(bundle)
 
-    def best_first(self) -> list[Fault]:
+    def best_first(self) -> list[RepeatedIncident]:
         """The best examined fault, then the others in the order in which they came."""
         faults = list(self._by_likeness.values())
         best = max(faults, key=lambda fault: examined(fault.best.diagnosis), default=None)
