@@ -1116,7 +1116,7 @@ def sentences():
 @program(
     "attention_logit_growth",
     "bmm",
-    "the products of queries and keys have grown from ... 65504",
+    "queries and keys have grown from ... 65504",
     batch=sentences,
     lr=0.5,
     precision="fp16",

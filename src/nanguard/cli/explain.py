@@ -27,7 +27,7 @@ def explain(
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[PATH]",
+            metavar="PATH",
             help="A run, one of its incidents, or a folder of runs. If not given, the newest run.",
             show_default=False,
         ),

@@ -65,7 +65,7 @@ def run(
     ] = None,
     capture: Annotated[
         str,
-        typer.Option(metavar="LEVEL", help="Save of a bad step: none, meta, batch, full (weights too)."),
+        typer.Option(metavar="LEVEL", help="How much of a bad step to save: none, meta, batch, or full."),
     ] = "batch",
     trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,

@@ -53,7 +53,7 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
     rises = _rises(norms) or _rises([abs(reading.mean_loss) for reading in exam.past.readings])
     if grown is not None and _is_attention(event, exam.run.trace):
         then, now, since = grown
-        because = f"the products of queries and keys have grown from {then:.3g} to {now:.3g} since step {since:,}"
+        because = f"queries and keys have grown from {then:.3g} to {now:.3g} since step {since:,}"
         return replace(diagnosis, cause="attention_logit_growth", because=f"{because}; {diagnosis.because}")
     if not rises and (grown is None or diagnosis.cause != "overflow_any_precision"):
         return diagnosis
