@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
@@ -42,6 +43,10 @@ _MOST_REPEATS = 8
 _LOOK_AGAIN_EVERY = 20
 """One in this many of those is still examined: another fault may look similar."""
 
+_SHARE_OF_REPEATS = 0.05
+"""After so many with the same result, examinations of similar ones take at most this share of the time. One rank only:
+several ranks could not agree on it."""
+
 _LONGEST_PAUSE = 1
 """After more steps than this without an incident, the next one is examined again: it may be another fault."""
 
@@ -62,7 +67,9 @@ class DiagnosisScheduler:
         self._last: Diagnosis | None = None
         self.interrupt: KeyboardInterrupt | SystemExit | None = None
         self._in_a_row = 0
+        self._num_alike = 0
         self._num_taken = 0
+        self._seconds, self._began = 0.0, time.monotonic()
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
 
     # ---- while a step runs in the user's own loop ----------------------------------------------------------------
@@ -96,13 +103,15 @@ class DiagnosisScheduler:
         """
         if self._how == "off":
             return None
+        looks_the_same = self._showed[1] == reading.found
         if not self._is_alike(reading):
             self._in_a_row = 0
-        taken = self._how == "auto" and not is_last and self._last is not None and self._takes_for_the_same()
+        may_take = self._how == "auto" and not is_last
+        taken = may_take and (self._takes_for_the_same() or (looks_the_same and self._is_over_budget()))
         if taken and self._last is not None:
-            note = f"not examined: the {self._in_a_row} before it all ended alike"
+            note = f"not examined: the {self._num_alike} before it all ended alike"
             return _taken_for(self._last, reading, note)
-        diagnosis = None
+        diagnosis, began = None, time.monotonic()
         if self._is_concerned(reading):
             try:
                 diagnosis = self._by_what_was_captured(pending, reading, past, update)
@@ -110,6 +119,7 @@ class DiagnosisScheduler:
                 log.warning("step %d could not be examined", reading.step, exc_info=True)
             except (KeyboardInterrupt, SystemExit) as interrupt:  # raised again when the step has been counted
                 self.interrupt = interrupt
+        self._seconds += time.monotonic() - began
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
             diagnosis = self._with_known_modules(diagnosis)
@@ -137,6 +147,10 @@ class DiagnosisScheduler:
     def _takes_for_the_same(self) -> bool:
         self._num_taken = self._num_taken + 1 if self._in_a_row >= _MOST_REPEATS else 0
         return self._num_taken % _LOOK_AGAIN_EVERY > 0
+
+    def _is_over_budget(self) -> bool:
+        is_known = self._num_alike >= _MOST_REPEATS and self._parts.ranks.size == 1
+        return is_known and self._seconds > _SHARE_OF_REPEATS * (time.monotonic() - self._began)
 
     def _is_alike(self, reading: Reading) -> bool:
         """True if the last incident was recent and found the same. All ranks get the same answer."""
@@ -255,6 +269,7 @@ class DiagnosisScheduler:
         kind = _kind(diagnosis)
         same = self._last is not None and _kind(self._last) == kind
         self._in_a_row = self._in_a_row + 1 if same else 1
+        self._num_alike = self._num_alike + 1 if same else 1
         self._seen[kind] += 1
         if diagnosis.modules_to_keep:
             self._modules[kind] = diagnosis.modules_to_keep

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from nanguard.records.layout import fitted, terminal_width
-from nanguard.records.panel import panel
+from nanguard.records.panel import panel, repeated
 from nanguard.records.steps import Incident, Outcome
 from nanguard.step.observers import Observer
 
 log = logging.getLogger("nanguard")
 
-_A_ROW = 3
-"""So many incidents of one kind on neighbouring steps are told in a line, and longer rows only now and then."""
+_MOST_KINDS = 1000
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The step of the first incident of a kind, and how many there were."""
+
+    step: int
+    count: int = 1
 
 
 class PanelLogger(Observer):
-    """``path`` gives the path of the run log, None if there is none."""
+    """Logs the first incident of a kind as a panel. Repeats are one line each, and then only now and then.
+
+    ``path`` gives the path of the run log, None if there is none.
+    """
 
     def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
         self._path = path
-        self._last: Outcome | None = None
-        self._in_a_row = 0
+        self._kinds: dict[tuple[Any, ...], _Seen] = {}
 
     def on_heard(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading
@@ -31,30 +42,46 @@ class PanelLogger(Observer):
 
     def on_incident(self, incident: Incident) -> None:
         outcome = incident.outcome
-        is_alike = self._last is not None and _are_alike(self._last, outcome)
-        self._in_a_row = self._in_a_row + 1 if is_alike else 1
-        self._last = outcome
-        if outcome.action.response != "halt":  # a halt says all this in its error
-            row = self._in_a_row if self._in_a_row >= _A_ROW else 1
-            level = logging.WARNING if self._in_a_row < _A_ROW or _is_round(self._in_a_row) else logging.INFO
-            try:
-                text = fitted(panel(incident, self._path(), in_a_row=row), terminal_width())
-            except Exception:  # one that cannot be described must not silence the next
-                what = outcome.action.response
-                log.exception("step %d: %s, which could not be described", incident.reading.step, what)
+        if outcome.action.response == "halt":  # it says all this in its error
+            return
+        seen = self._counted(incident)
+        try:
+            if seen.count == 1:
+                text = panel(incident, self._path())
             else:
-                log.log(level, "%s", text)
+                text = repeated(incident, same_as=seen.step, count=seen.count)
+        except Exception:  # one that cannot be described must not silence the next
+            what = outcome.action.response
+            log.exception("step %d: %s, which could not be described", incident.reading.step, what)
+        else:
+            level = logging.WARNING if _is_told(seen.count) else logging.INFO
+            log.log(level, "%s", fitted(text, terminal_width()))
+
+    def _counted(self, incident: Incident) -> _Seen:
+        """How often this kind was seen, with this incident. Only a step that was just skipped can be a repeat."""
+        outcome = incident.outcome
+        if outcome.action.response != "skip" or outcome.lost or outcome.rerun:
+            return _Seen(incident.reading.step)
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        kind = _kind(outcome)
+        seen = self._kinds.get(kind)
+        if seen is None:
+            seen = self._kinds[kind] = _Seen(incident.reading.step)
+        else:
+            seen.count += 1
+        return seen
 
 
-def _are_alike(one: Outcome, next_one: Outcome) -> bool:
-    """Whether two neighbouring steps were skipped for the same reason."""
-    skips = one.action.response == next_one.action.response == "skip"
-    neighbours = next_one.verdict.reading.step - one.verdict.reading.step == 1
-    return skips and neighbours and one.verdict.cause == next_one.verdict.cause
+def _kind(outcome: Outcome) -> tuple[Any, ...]:
+    """Equal for incidents with the same fault: the same cause at the same place."""
+    diagnosis, verdict = outcome.diagnosis, outcome.verdict
+    if diagnosis is None:
+        return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
+    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
 
 
-def _is_round(number: int) -> bool:
-    """3, 10, 30, 100, 300, ..."""
-    while number % 10 == 0:
-        number //= 10
-    return number in (1, 3)
+def _is_told(count: int) -> bool:
+    """1, 2, 3, 10, 30, 100, 300, ..."""
+    return count == 2 or str(count).rstrip("0") in ("1", "3")

@@ -1,0 +1,52 @@
+"""A fault that comes again and again: few lines, little on disk, little time."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import SGD
+
+import nanguard
+from helpers import TinyNet, make_batches, poisoned
+from nanguard.diagnosis.examiner import Examiner
+from nanguard.runlog.reader import read_run
+
+STEPS, EVERY = 400, 4
+
+
+@pytest.mark.parametrize("catches", [False, True], ids=["refused", "left out by the program"])
+def test_a_frequent_fault_is_told_in_few_lines(
+    catches: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[int] = []
+    examine = Examiner.examine
+    monkeypatch.setattr(Examiner, "examine", lambda *args, **kw: (examined.append(1), examine(*args, **kw))[1])
+    batches = make_batches(8)
+    batches = poisoned(batches, 3, 7)
+    with caplog.at_level(logging.WARNING), nanguard.install(run_dir=tmp_path) as autopilot:
+        torch.manual_seed(0)
+        model = TinyNet()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            x, y = batches[step % 8]
+            loss = F.cross_entropy(model(x), y)
+            if catches and not torch.isfinite(loss):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert len(autopilot.incidents) == STEPS // EVERY
+    assert len(caplog.text.splitlines()) < 60
+    assert "same as step 3: step skipped" in caplog.text
+    assert "(30 times now)" in caplog.text
+    assert "(31 times now)" not in caplog.text
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 5 << 20
+    assert len(examined) < STEPS // EVERY / 2
+    incidents = read_run(tmp_path).incidents
+    assert [incident.outcome.verdict.reading.step for incident in incidents] == list(range(3, STEPS, EVERY))
+    causes = {incident.outcome.diagnosis and incident.outcome.diagnosis.cause for incident in incidents}
+    assert causes == {"input_nonfinite"}
