@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +54,50 @@ def test_a_frequent_fault_is_told_in_few_lines(
     assert [incident.outcome.verdict.reading.step for incident in incidents] == list(range(3, STEPS, EVERY))
     causes = {incident.outcome.diagnosis and incident.outcome.diagnosis.cause for incident in incidents}
     assert causes == {"input_nonfinite"}
+
+
+PROGRAM = """
+import warnings
+import torch
+from torch import nn
+from torch.optim import SGD
+
+class Net(nn.Linear):
+    def forward(self, x):
+        warnings.warn("an old option")
+        if torch.isnan(x).any():
+            warnings.warn("this batch looks odd")
+        return super().forward(x)
+
+def train(bad):
+    torch.manual_seed(0)
+    model = Net(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        x = torch.randn(8, 4)
+        if step in bad:
+            x[0, 0] = float("nan")
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_warnings_that_are_shown_once_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        """As torch and the standard library do."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return examine(*args, **kwargs)
+
+    examine = Examiner.examine
+    monkeypatch.setattr(Examiner, "examine", forgetful)
+    program = types.ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", program)
+    exec(compile(PROGRAM, str(tmp_path / "program.py"), "exec"), vars(program))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        with nanguard.install(run_dir=tmp_path / "run") as autopilot:
+            program.train(bad=(2, 5))
+    assert len(autopilot.incidents) == 2
+    assert [str(each.message) for each in shown] == ["an old option", "this batch looks odd"]

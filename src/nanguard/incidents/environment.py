@@ -20,7 +20,7 @@ def environment(*, device: torch.device, precision: str, rank: int, world_size: 
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nanguard": nanguard.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",  # platform() starts a process
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "precision": precision,

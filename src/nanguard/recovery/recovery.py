@@ -29,6 +29,7 @@ from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
 from nanguard.recovery.rollbacks import Rollbacks
 from nanguard.state.data import Data
 from nanguard.state.snapshots.ring import SnapshotRing
+from nanguard.state.warned import as_warned_before
 from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -87,6 +88,7 @@ class Recovery:
             return None
         return replace(answer, applied=True)
 
+    @as_warned_before()
     def answer(self, pending: PendingStep, verdict: Verdict) -> Outcome:
         """A step that was not finite, and did not change anything."""
         if self.ring is not None:
@@ -109,6 +111,7 @@ class Recovery:
         behind = self._parts.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
+    @as_warned_before()
     def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
         """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""
         diagnosis = self.casebook.examine(pending, reading)

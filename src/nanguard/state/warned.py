@@ -1,0 +1,59 @@
+"""Which warnings the program has been shown. Python shows most of them once for each line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+
+class _Probe(Warning):
+    """Never shown."""
+
+
+@contextlib.contextmanager
+def as_warned_before() -> Iterator[None]:
+    """What the block warns of, or does to the filters, does not count: no warning is shown again, or not at all.
+
+    ``warnings.catch_warnings``, which torch and the standard library use, makes Python forget what it has shown. Works
+    as a decorator too.
+    """
+    version, saved = _version(), [(registry, dict(registry)) for registry in _registries()]
+    try:
+        yield
+    finally:
+        now, known = _version(), {id(registry) for registry, _ in saved}
+        for registry in _registries():
+            if id(registry) not in known:
+                registry.clear()
+        for registry, entries in saved:
+            registry.clear()
+            registry.update(entries)
+            if version is not None and entries.get("version") == version:
+                registry["version"] = now
+
+
+def _registries() -> list[dict[Any, Any]]:
+    found = (
+        vars(module).get("__warningregistry__") for module in list(sys.modules.values()) if hasattr(module, "__dict__")
+    )
+    return [registry for registry in found if isinstance(registry, dict)]
+
+
+def _version() -> int | None:
+    """The number of the filters, which Python writes into a registry when it looks at it."""
+    registry: dict[Any, Any] = {}
+    show, warnings.showwarning = warnings.showwarning, _show_nothing
+    try:
+        warnings.warn_explicit("", _Probe, __file__, 1, registry=registry)
+    except _Probe:  # all warnings are errors here
+        return registry.get("version")
+    finally:
+        warnings.showwarning = show
+    return registry.get("version")
+
+
+def _show_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of ``warnings.showwarning``."""
