@@ -706,6 +706,22 @@ def test_names_say_which_network_of_several() -> None:
     assert incident.diagnosis.module == "critic.0"
 
 
+def test_self_is_no_name() -> None:
+    class Layer(nn.Linear):
+        """Trains itself, as in forward-forward learning."""
+
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.opt = SGD(self.parameters(), lr=0.1)
+
+    with nanguard.install(diagnose="off") as autopilot:
+        layers = [Layer(), Layer()]
+        layers[0](torch.full((2, 6), NAN)).sum().backward()
+        layers[0].opt.step()
+    (incident,) = autopilot.incidents
+    assert incident.reading.gradients == ("layer.weight",)
+
+
 class Handed(SGD):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)

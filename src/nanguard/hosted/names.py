@@ -316,12 +316,12 @@ def _stored(value: ast.expr, scope: ast.AST) -> Iterator[ast.expr]:
 
 
 def _path(value: ast.expr) -> str:
-    """``net.body`` of ``self.net.body``; empty if it is anything but names."""
+    """``net.body`` of ``self.net.body``; empty if it is anything but names, or ``self`` alone, which says nothing."""
     if isinstance(value, ast.Attribute):
         above = _path(value.value)
         is_own = isinstance(value.value, ast.Name) and value.value.id == "self"
         return value.attr if is_own else f"{above}.{value.attr}" if above else ""
-    return value.id if isinstance(value, ast.Name) else ""
+    return value.id if isinstance(value, ast.Name) and value.id != "self" else ""
 
 
 def _is_same(target: ast.expr, said: str) -> bool:
