@@ -33,7 +33,7 @@ VISION = (
                 name="record",
                 what=PIXEL,
                 hook={"kind": "record", "batch": 1, "row": 5, "path": (0,), "value": "nan", "element": 300},
-                expected=Expected(causes=DATA, lines=(r"x\.norm\(", r"x\.max\(\)", r"self\.forward\(x_pos\)"), says=""),
+                expected=Expected(causes=DATA, lines=(r"x\.norm\(", r"x\.max\(\)", r"self\.forward\(x_pos\)")),
             ),
         ),
     ),

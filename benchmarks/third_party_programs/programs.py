@@ -5,4 +5,4 @@ from __future__ import annotations
 from third_party_programs.others import BARE, GRAPHS, LANGUAGE, LEARNING, SEQUENCES
 from third_party_programs.pictures import GENERATIVE, VISION
 
-PROGRAMS = (*VISION, *GENERATIVE, *LANGUAGE, *SEQUENCES, *GRAPHS, *LEARNING, *BARE)
+PROGRAMS = (*BARE, *LEARNING, *LANGUAGE, *GENERATIVE, *GRAPHS, *SEQUENCES, *VISION)

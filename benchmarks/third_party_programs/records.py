@@ -14,16 +14,14 @@ from third_party_programs.generators import Generator
 class Expected:
     """What a right diagnosis says: all but ``sample`` are regular expressions.
 
-    One of ``lines`` must be found in the text of the line; ``""`` accepts any line, and none. ``says`` must be found in
-    the words of the diagnosis. ``sample`` is the sample at fault if the hook does not note it; a diagnosis may leave it
-    out, but may not name another.
+    One of ``lines`` must be found in the text of the line; ``""`` accepts any line, and none. ``sample`` is
+    the sample at fault if the hook does not note it; a diagnosis may leave it out, but may not name another.
     """
 
     causes: tuple[str, ...]
     op: str = ".*"
     module: str = ".*"
     lines: tuple[str, ...]
-    says: str = ""
     sample: int | None = None
 
 
@@ -65,7 +63,7 @@ class Program:
 
 DATA = ("input_nonfinite",)
 ENTERS = r"torch\.from_numpy\(array\)"
-NO_TARGETS = ("zero_over_zero", "div_by_zero", "all_targets_ignored")
+NO_TARGETS = ("all_labels_ignored",)
 
 
 def record(
@@ -78,7 +76,7 @@ def record(
 
 def too_fast(*args: str) -> Fault:
     """An option sets a learning rate that is far too high."""
-    expected = Expected(causes=(".*",), lines=("",), says="learning rate")
+    expected = Expected(causes=("learning_rate_too_high",), lines=(".",))
     return Fault(name="too-fast", what=f"`{' '.join(args)}`", args=args, expected=expected)
 
 
