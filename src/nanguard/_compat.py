@@ -32,6 +32,9 @@ foreach_copy_: Any = torch._foreach_copy_
 foreach_mul_: Any = torch._foreach_mul_
 foreach_add_: Any = torch._foreach_add_
 
+flatten: Any = torch._C._nn.flatten_dense_tensors
+"""One flat copy of all elements of a list of strided tensors of one kind, in one call."""
+
 
 def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     """Norms accumulated in float64, one 0-dim tensor each. Does not sync."""
@@ -204,7 +207,7 @@ def is_recording() -> bool:
     if getattr(symbolic, "_is_fx_tracing_flag", False):
         return True
     mode_of = torch._C._get_dispatch_mode
-    if any(mode_of(kind) is not None for kind in _RECORDING_MODES):
+    if has_dispatch_mode() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
         return True
     before_dispatch: Any = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
     return before_dispatch is not None and before_dispatch(_KINDS.PROXY) is not None
@@ -291,13 +294,24 @@ def is_view(op: Any) -> bool:
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
     """Ops inside are not seen by any dispatch mode."""
+    if not has_dispatch_mode() and not _num_modes_before_dispatch():  # entering torch's context takes some 5 us
+        return _NOTHING
     context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return context
 
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_num_modes_before_dispatch: Any = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+
+
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active in this thread."""
-    return bool(_get_current_dispatch_mode_stack())
+    """Whether a dispatch mode is active in this thread, fake tensors and other modes of torch's own included."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured. Never initializes CUDA."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def leave_mode(mode: Any) -> None:

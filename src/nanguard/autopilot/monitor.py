@@ -17,6 +17,7 @@ from nanguard import _compat
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
+from nanguard.autopilot.own_work import AtWork, Busy, Nesting
 from nanguard.autopilot.registry import Registry, hosted_step_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
@@ -42,12 +43,11 @@ class ProgramMonitor:
         self.registry = Registry(settings)
         self._coordinator = StepCoordinator(lambda: self.hosted_steps)
         self._manual: ManualUpdate | None = None
-        self._is_busy = False
         self._is_closed = False
-        self._is_in_backward = False
         self._num_forwards = 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
+        self._busy, self._backward = Busy(self.taper), Nesting()
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone)
@@ -57,14 +57,12 @@ class ProgramMonitor:
     @property
     def is_idle(self) -> bool:
         """Whether to ignore what happens now: our own work, a worker process, a CUDA graph that is being captured."""
-        if self._is_busy or self._is_closed:
-            return True
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return self._busy.depth > 0 or self._is_closed or _compat.is_capturing()
 
     @property
     def is_nested(self) -> bool:
         """Whether a backward pass is under way. What checkpointing does inside it is not a pass of the program."""
-        return self._is_in_backward
+        return self._backward.depth > 0
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -72,7 +70,7 @@ class ProgramMonitor:
         was_tracing = self._tracer.live is not None and not self.is_nested
         self._tracer.stop()
         try:
-            with self._busy():
+            with self._busy:
                 yield
         finally:
             if was_tracing:
@@ -141,14 +139,9 @@ class ProgramMonitor:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves_of(losses))
 
-    @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def in_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the pass itself."""
-        self._is_in_backward = True
-        try:
-            yield
-        finally:
-            self._is_in_backward = False
+        return self._backward
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
@@ -164,7 +157,7 @@ class ProgramMonitor:
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return 0
-        with self._busy():
+        with self._busy:
             hosted.use_scaler(scaler)
         return hosted.num_calls
 
@@ -230,7 +223,7 @@ class ProgramMonitor:
         once = Once(call)
         if hosted.has_grown and not self.is_nested:
             self._tracer.stop()
-            with self._busy():
+            with self._busy:
                 hosted.engine.settle()
                 hosted = self.registry.renew(hosted)
         try:
@@ -238,7 +231,7 @@ class ProgramMonitor:
                 result = self._step_and_check(hosted, once, watched)
             else:
                 self._tracer.stop()
-                with self._busy():
+                with self._busy:
                     result = self._step(hosted, None if call is None else once)
         except NonFiniteError:
             raise
@@ -289,7 +282,7 @@ class ProgramMonitor:
 
     def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
-        with self._busy(), _compat.unwatched():
+        with self._busy, _compat.unwatched():
             backup = hosted.before_unchecked_step()
             if watched is not None:
                 watched.before = backup
@@ -297,7 +290,7 @@ class ProgramMonitor:
         result = call()
         self.taper.stop()
         self._tracer.stop()
-        with self._busy():
+        with self._busy:
             self._iteration.stepped.append(hosted)
             hosted.after_unchecked_step(backup, self._iteration)
             hosted.learn_from(watched)
@@ -362,7 +355,7 @@ class ProgramMonitor:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
-        with self._busy(), _compat.unwatched():
+        with self._busy, _compat.unwatched():
             return self.registry.unsound()
 
     def end(self, error: BaseException | None) -> None:
@@ -379,7 +372,7 @@ class ProgramMonitor:
         self.end(sys.exc_info()[1] or getattr(sys, "last_value", None))  # atexit comes after the traceback
         self._tracer.stop()
         self.taper.forget()
-        self._is_busy = True
+        self._busy.depth += 1  # for good
         self.registry.close()
         self._listener.stop()
         self._is_closed = True
@@ -395,23 +388,6 @@ class ProgramMonitor:
         self.taper.forget()
         self._is_closed = True
 
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        before, self._is_busy = self._is_busy, True
-        was_taping = self.taper.pause()
-        try:
-            yield
-        finally:
-            self.taper.go_on(was_taping)
-            self._is_busy = before
-
-    @contextlib.contextmanager
-    def _at_work(self, failure: str) -> Iterator[None]:
+    def _at_work(self, failure: str) -> AtWork:
         """Logs our own errors; never lets them end the program."""
-        try:
-            with self._busy():
-                yield
-        except NonFiniteError:
-            raise
-        except Exception:
-            log.exception("nanguard: %s", failure)
+        return AtWork(self._busy, failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +78,9 @@ class StepCoordinator:
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
         """Before the graph is freed. On a CPU only: elsewhere looking would mean waiting."""
-        if all(loss.device.type == "cpu" for loss in losses):
+        if any(loss.device.type != "cpu" for loss in losses):
+            return
+        if not all(math.isfinite(loss.item()) for loss in losses):
             found = examine_graph(losses, calling_line())
             self.iteration.graph_finding = found or self.iteration.graph_finding
 
@@ -122,5 +125,5 @@ class StepCoordinator:
 
 def _alone(loss: Tensor) -> Tensor:
     """Without its graph, and without the storage that it may be a small part of."""
-    number = loss.detach().reshape(())
+    number = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
     return number if _compat.storage_size(number) <= number.element_size() else number.clone()

@@ -140,6 +140,8 @@ class HostedStep(UncheckedSteps):
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
         self._are_scaled = False
+        self._has_called = False
+        """Whether a module was called since the step was opened."""
 
     def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
         """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
@@ -151,6 +153,7 @@ class HostedStep(UncheckedSteps):
 
     def open(self) -> None:
         """Begins a step and notes what it may change."""
+        self._has_called = False
         self.engine.open(rerunnable=False, divisor=1)
 
     def _pending(self) -> PendingStep:
@@ -173,11 +176,12 @@ class HostedStep(UncheckedSteps):
         """
         pending = self._pending()
         pending.measured = None
+        has_called, self._has_called = self._has_called, True
         if not is_first:
             self.parts.last_forward.follow_()
             return
         self.parts.last_forward.mend_in_any_case_()
-        self.engine.mode.note(pending)
+        self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
         self.parts.last_forward.begin_(self.parts.buffers)
 
     def look_for_discarded(self, this: Iteration) -> None:
@@ -194,6 +198,7 @@ class HostedStep(UncheckedSteps):
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
+        self._has_called = True
         self.parts.last_forward.mend_()
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:

@@ -18,6 +18,12 @@ from torch import Tensor
 from nanguard import _compat
 
 _MANY = 1 << 16
+_SMALL = {"cpu": 1 << 11, "cuda": 1 << 16}
+"""Tensors of up to so many elements are summed together. A CPU sums them in a simple loop, a GPU with a block each."""
+
+_WORTH_IT = 4
+"""From so many small tensors on."""
+
 _LOW = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -29,17 +35,14 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
     return len(dtypes) == len(devices) == 1 and dtypes <= _LOW and layouts == {torch.strided}
 
 
-def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool = False) -> Sequence[Tensor]:
+def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
     """The norm of each tensor as a 0-dim float64 tensor on its device.
 
     Finite if and only if every element is. Takes mixed devices and dtypes, complex and sparse tensors, and empty
-    ones (norm 0). ``order`` is 2 or infinity; ``alike`` says that ``are_alike`` was asked before. Does not sync,
-    except that torch coalesces sparse CUDA tensors.
+    ones (norm 0). ``order`` is 2 or infinity. Does not sync, except that torch coalesces sparse CUDA tensors.
     """
     if not tensors:
         return []
-    if alike and order == 2.0:
-        return _norms(list(tensors), order)
     plain = [t if t.layout is torch.strided else t.coalesce().values() for t in tensors]
     norms: list[Tensor] = [plain[0]] * len(plain)
     for members, places in _compat.by_device_and_dtype(plain):
@@ -52,6 +55,65 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0, *, alike: bool =
         for place, norm in zip(places, found, strict=True):
             norms[place] = norm
     return norms
+
+
+def joint_norm(tensors: list[Tensor]) -> float:
+    """The norm of tensors on a CPU that are alike, as if they were one. Finite if and only if every element is."""
+    if not tensors:
+        return 0.0
+    small = [t for t in tensors if t.numel() <= _SMALL["cpu"]]
+    parts = [t for t in tensors if t.numel() > _SMALL["cpu"]] if len(small) < len(tensors) else []
+    norms = [norm.item() for norm in _norms(parts, 2.0)] if parts else []
+    if small:
+        norms.append(torch.linalg.vector_norm(_compat.flatten(small), dtype=torch.float64).item())
+    return math.hypot(*norms)
+
+
+class NormWriter:
+    """Writes the norms of many tensors into one vector. Does not sync, except when their sizes change.
+
+    ``_foreach_norm`` makes a tensor for each result, which takes the host longer than the kernels take. So all small
+    tensors are copied into one and summed by one kernel.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._small: list[int] = []
+        self._large: list[int] = []
+        self._lengths = self._small_at = self._large_at = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def write_(self, out: Tensor, tensors: list[Tensor]) -> None:
+        """``tensors`` are alike; ``out`` is float64, on their device, and has an element for each."""
+        sizes = [t.numel() for t in tensors]
+        if sizes != self._sizes and not self._sort(sizes, out.device):
+            torch.stack(list(_norms(tensors, 2.0)), out=out)
+            return
+        if not self._small:
+            torch.stack(list(_norms(tensors, 2.0)), out=out)
+            return
+        joined = _compat.flatten([tensors[place] for place in self._small] if self._large else tensors).double()
+        sums = torch.segment_reduce(joined.square_(), "sum", lengths=self._lengths, unsafe=True)
+        if not self._large:
+            torch.sqrt(sums, out=out)
+            return
+        out.index_copy_(0, self._small_at, sums.sqrt_())
+        large = _norms([tensors[place] for place in self._large], 2.0)
+        out.index_copy_(0, self._large_at, torch.stack(list(large)))
+
+    def _sort(self, sizes: list[int], device: torch.device) -> bool:
+        """Notes which are small. False while a CUDA graph is captured, which cannot take numbers from the host."""
+        if _compat.is_capturing():
+            return False
+        limit = _SMALL.get(device.type, 0)
+        self._small = [place for place, size in enumerate(sizes) if size <= limit]
+        if len(self._small) < _WORTH_IT:
+            self._small = []
+        self._large = sorted(set(range(len(sizes))) - set(self._small))
+        self._lengths = torch.tensor([sizes[place] for place in self._small], dtype=torch.int64, device=device)
+        self._small_at = torch.tensor(self._small, dtype=torch.int64, device=device)
+        self._large_at = torch.tensor(self._large, dtype=torch.int64, device=device)
+        self._sizes = sizes
+        return True
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:

@@ -116,9 +116,7 @@ class Recovery:
         """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""
         diagnosis = self.casebook.examine(pending, reading)
         kept = self.casebook.gather(pending, reading, diagnosis)
-        verdict = replace(
-            self._parts.judge(reading), means=self._means(pending), progress=self._parts.journal.progress
-        )
+        verdict = replace(self._parts.judge(reading), means=self._means(pending), progress=self._parts.journal.progress)
         action = Action(response="skip")
         outcome = Outcome(verdict=verdict, action=action, applied=False, did=did, diagnosis=diagnosis)
         return replace(outcome, bundle=self.casebook.write(outcome, kept))

@@ -5,9 +5,10 @@ This module does not import torch: the checks of scripts use the table too.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,7 +59,12 @@ TRAITS: dict[str, OptimizerTraits] = {
 
 def traits_of(optimizer: Optimizer) -> OptimizerTraits:
     """The row of its class, or else what can be said from its base class and its ``step()``."""
-    kind = type(optimizer)
+    return _traits_of(type(optimizer))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def _traits_of(kind: Any) -> OptimizerTraits:
+    """Asked at every step, and slow for classes that are not in the table."""
     if (own := TRAITS.get(full_name(kind))) is not None:
         return own
     base = next((each for each in kind.__mro__ if full_name(each) in TRAITS), None)

@@ -53,6 +53,11 @@ class Clipper:
         return self._max_norm
 
     @property
+    def needs_norms(self) -> bool:
+        """Whether ``clip_`` uses the norms that were measured."""
+        return self._max_norm is not None or isinstance(self._how, ZScore)
+
+    @property
     def together(self) -> bool:
         """Whether all parameters share one norm."""
         return self._how == "global"

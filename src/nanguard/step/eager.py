@@ -43,9 +43,10 @@ class Eager:
     def drop_in_flight(self) -> None:
         self._unwatched.clear()
 
-    def note(self, pending: PendingStep) -> None:
+    def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         parts = self._parts
-        parts.buffers.note_()
+        if not are_buffers_noted:
+            parts.buffers.note_()
         pending.training = [(module, module.training) for module in parts.modules]
 
     def measure(self, pending: PendingStep) -> None:
@@ -127,6 +128,9 @@ class Eager:
 
     def _ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues:
         """Measures the step and waits for the values: the one sync."""
+        quick = self._parts.ask(pending, groups)
+        if quick is not None:
+            return quick
         self._parts.measure(pending, groups)
         self._parts.measurement.agree_()
         return MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())

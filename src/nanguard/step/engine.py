@@ -28,6 +28,7 @@ from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.eager import Eager
 from nanguard.step.late import Late
 from nanguard.step.measurement import MeasurementLayout
+from nanguard.step.out_of_memory import GivingMemoryBack
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
 from nanguard.step.protocols import Mode, Responder
@@ -59,6 +60,7 @@ class StepEngine:
         self.num_epochs = 0
         self.late = Late(parts, recovery) if sync == "late" else None
         self.mode: Mode = self.late or Eager(parts, recovery)
+        self._memory = GivingMemoryBack(recovery)
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
         self._left_early = False
         kind = parts.state.device.type
@@ -144,7 +146,7 @@ class StepEngine:
         if self._is_taping and pending is not None and not self.parts.is_capturing:
             pending.tape = pending.tape or CallTape()
             self._taper.begin(pending.tape)
-        with self._giving_memory_back(), self.recovery.tracer.watching(), self.parts.precision.autocast():
+        with self._memory, self.recovery.tracer.watching(), self.parts.precision.autocast():
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
@@ -156,7 +158,7 @@ class StepEngine:
         if isinstance(loss, Tensor):
             self._taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
-        with self._giving_memory_back(), tracer.watching():
+        with self._memory, tracer.watching():
             self.parts.backward(pending, loss)
         pending.live = tracer.after_backward(loss) or pending.live
 
@@ -206,7 +208,7 @@ class StepEngine:
             self.parts.clear()
             self.parts.journal.lose(1)
             return
-        with self._giving_memory_back(), self.parts.leaving_no_trace():
+        with self._memory, self.parts.leaving_no_trace():
             self.mode.finish(pending)
         self._after_step()
 
@@ -290,15 +292,6 @@ class StepEngine:
                 loss, aux = parts.forward_backward(pending, micro)
             micro.show(loss)
         return loss, aux
-
-    @contextlib.contextmanager
-    def _giving_memory_back(self) -> Iterator[None]:
-        """Frees our memory if the block runs out of it, and raises the error: the program may try again."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self.recovery.give_memory_back()
-            raise
 
     # ---- the course of an epoch ----------------------------------------------------------------------------------
 

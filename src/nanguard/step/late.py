@@ -70,10 +70,12 @@ class Late:
         self._in_flight.clear()
         self.latch.zero_()
 
-    def note(self, pending: PendingStep) -> None:
+    def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         parts = self._parts
-        pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
-        pending.schedule = parts.state.schedule.note()
+        if not are_buffers_noted:
+            pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
+        if pending.rerunnable or parts.state.schedule.is_ours:  # else it is never put back
+            pending.schedule = parts.state.schedule.note()
         pending.num_states = parts.skippable.num_states()
         pending.training = [(module, module.training) for module in parts.modules]
 

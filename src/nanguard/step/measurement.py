@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.numerics.finite import raise_flag_
-from nanguard.numerics.norm import are_alike, combine_, tensor_norms
+from nanguard.numerics.norm import NormWriter, are_alike, combine_, joint_norm, tensor_norms
 from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
@@ -29,8 +29,9 @@ class Group:
     __slots__ = ("alike", "grads", "params")
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = [p for p in params if p.grad is not None]
-        self.grads = sharding.local([p.grad for p in self.params])  # type: ignore[misc]
+        both = [(p, grad) for p in params if (grad := p.grad) is not None]
+        self.params = [p for p, _ in both]
+        self.grads = sharding.local([grad for _, grad in both])
         self.alike = are_alike(self.grads)
         if not self.alike:
             self._resolve()
@@ -113,6 +114,7 @@ class Measurement:
         self._device = device
         self._ranks = ranks
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._norms = NormWriter()
         self.layout = EMPTY_LAYOUT
         self._views = _Views(EMPTY_LAYOUT.sizes, device)
 
@@ -125,8 +127,12 @@ class Measurement:
         flags: Sequence[Tensor],
         buffers: tuple[tuple[str, ...], list[Tensor]],
         groups: Sequence[Group],
+        sums_groups: bool = True,
     ) -> None:
-        """``buffers`` are names, and vectors with one largest absolute value for each of them."""
+        """``buffers`` are names, and vectors with one largest absolute value for each of them.
+
+        Without ``sums_groups``, ``norms`` is not written: the host computes them itself from the norms of gradients.
+        """
         names, peaks = buffers
         params = tuple(chain.from_iterable(group.params for group in groups))
         members = [len(group.params) for group in groups]
@@ -144,12 +150,31 @@ class Measurement:
             views.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
             sharding.global_max_(views.buffers)
         alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
-        norms = tensor_norms([g for group in groups for g in group.grads], alike=alike)
-        if norms:
-            here = norms if alike else [norm.to(self._device) for norm in norms]
-            torch.stack(list(here), out=views.gradients)
+        grads = [g for group in groups for g in group.grads]
+        if grads and alike and grads[0].device == self._device:
+            self._norms.write_(views.gradients, grads)
+        elif grads:
+            torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=views.gradients)
+        if grads:
             sharding.global_sum_(views.gradients, power=2)
-        combine_(views.norms, views.each_norm, views.groups, alike=alike)
+        if sums_groups:
+            combine_(views.norms, views.each_norm, views.groups, alike=alike)
+
+    @torch.no_grad()
+    def ask(self, loss: Tensor, groups: Sequence[Group]) -> MeasuredValues | None:
+        """The loss and the norm of each group, in few calls; None if something is non-finite, or may be.
+
+        For a CPU. It tells no gradient from another, so the whole measurement has to follow then.
+        """
+        values = [0.0, loss.item()]
+        if not math.isfinite(values[1]):
+            return None
+        for group in groups:
+            norm = joint_norm(group.grads) if group.alike else math.nan
+            if not math.isfinite(norm):
+                return None
+            values.append(norm)
+        return MeasuredValues(MeasurementLayout(0, 0, [1] * len(groups), (), ()), values)
 
     @property
     def filled(self) -> Tensor:

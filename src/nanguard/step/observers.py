@@ -61,6 +61,7 @@ class Observers:
         self._sort()
 
     def _sort(self) -> None:
+        self.wants_measurements = any(_overridden(each, "on_measured") is not None for each in self._observers)
         self.on_open = self._calling("on_open")
         self.on_measured = self._calling("on_measured")
         self.on_heard = self._calling("on_heard")

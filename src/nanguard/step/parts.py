@@ -203,6 +203,17 @@ class StepParts:
             scale_(grads, correction)
         return groups
 
+    def ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues | None:
+        """What the host needs to know of a sound step on a CPU, in few calls; None if ``measure`` has to be called.
+
+        It is if something is non-finite, and if the vector of all values is wanted: to clip, by other ranks, by an
+        observer.
+        """
+        needs_all = self.ranks.votes or self.clipper.needs_norms or self.journal.observers.wants_measurements
+        if needs_all or self.state.device.type != "cpu" or pending.flags or self.precision.scaler is not None:
+            return None
+        return self.measurement.ask(pending.mean_loss(), groups) if self.buffers.are_finite() else None
+
     def measure(self, pending: PendingStep, groups: list[Group]) -> None:
         """Writes all that the step has to say onto the board."""
         self.measurement.fill_(
@@ -211,6 +222,7 @@ class StepParts:
             flags=pending.flags,
             buffers=self.buffers.peaks(),
             groups=groups,
+            sums_groups=self.clipper.needs_norms,
         )
         pending.layout = self.measurement.layout
         self.journal.observers.on_measured(pending.step, self.measurement.filled)
@@ -271,16 +283,9 @@ class StepParts:
         """Whether a CUDA graph is being captured."""
         return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    @contextlib.contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
+    def leaving_no_trace(self) -> LeavingNoTrace:
         """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
-        try:
-            yield
-        except NonFiniteError:
-            raise
-        except BaseException:
-            self.clear()
-            raise
+        return LeavingNoTrace(self)
 
     def drop_unfinished(self) -> None:
         """Lets go of a step that was begun and will not be finished."""
@@ -297,6 +302,20 @@ class StepParts:
         self.last_forward.forget()
         self.skippable.end_step()
         self.end()
+
+
+class LeavingNoTrace:
+    """See ``StepParts.leaving_no_trace``. Not a generator: these take longer, at every step."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, NonFiniteError):
+            self._parts.clear()
 
 
 def check_loss(loss: Any) -> None:

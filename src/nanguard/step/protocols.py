@@ -18,8 +18,8 @@ class Mode(Protocol):
     def before(self) -> None:
         """Processes the readings that are due, before the next step begins."""
 
-    def note(self, pending: PendingStep) -> None:
-        """Notes what the step may change, so that it can be put back."""
+    def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
+        """Notes what the step may change, so that it can be put back. With ``are_buffers_noted`` all but buffers."""
 
     def finish(self, pending: PendingStep) -> None:
         """Measures the step, and applies it or not."""

@@ -256,6 +256,13 @@ class TapeRecorder(TorchFunctionMode):
 
     def _noted_for_module(self, tree: Any) -> Any:
         """As ``_noted``, for any container. What was made unseen is held by the record of the call anyway."""
+        kind = type(tree)
+        if kind in PLAIN:
+            return tree
+        if kind is tuple:
+            return tuple([self._noted_for_module(child) for child in tree])
+        if kind is dict:
+            return {key: self._noted_for_module(child) for key, child in tree.items()}
 
         def token(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -263,7 +270,7 @@ class TapeRecorder(TorchFunctionMode):
             found = self._token(leaf)
             return self._from_outside(leaf) if isinstance(found, Unseen) else found
 
-        return mapped(tree, token)
+        return token(tree) if isinstance(tree, Tensor) else mapped(tree, token)
 
     def _add(
         self, func: Any, args: Any, kwargs: Any, rng: RngState | None, given: Any, result: Any, frame: FrameType | None

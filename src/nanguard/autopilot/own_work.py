@@ -1,0 +1,62 @@
+"""Around our own work in a program: what happens inside is not the program's. Entered several times a step.
+
+These are no generators, which would take three times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from nanguard.autopilot.taping import ProgramTape
+from nanguard.errors import NonFiniteError
+
+log = logging.getLogger("nanguard")
+
+
+class Nesting:
+    """A block of code that may be entered inside itself."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+class Busy(Nesting):
+    """While it is entered, nothing is taped."""
+
+    def __init__(self, taper: ProgramTape) -> None:
+        super().__init__()
+        self._taper, self._was_taping = taper, False
+
+    def __enter__(self) -> None:
+        if not self.depth:
+            self._was_taping = self._taper.pause()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self._taper.go_on(self._was_taping)
+
+
+class AtWork:
+    """Busy. Logs our own errors; never lets them end the program."""
+
+    def __init__(self, busy: Busy, failure: str) -> None:
+        self._busy, self._failure = busy, failure
+
+    def __enter__(self) -> None:
+        self._busy.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._busy.__exit__()
+        if not isinstance(error, Exception) or isinstance(error, NonFiniteError):
+            return False
+        log.error("nanguard: %s", self._failure, exc_info=(type(error), error, trace))
+        return True
