@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 log = logging.getLogger("nanguard")
 
-BURST = 10
-"""This many steps are traced right after the incident: a fault often repeats soon."""
+BURST = 3
+"""This many steps are traced right after the incident: a fault often repeats soon. Each takes as long as some thirty
+ordinary ones, so more would show in the total time of a run of some thousand steps."""
 
 LONGEST_BURST = 60.0
 """In seconds. If steps are long, the burst ends earlier."""

@@ -28,6 +28,11 @@ _NAMED: dict[str, AGC | ZScore] = {"agc": AGC(), "zscore": ZScore()}
 class Clipper:
     """Clips gradients in place from norms that were measured before. Nothing here syncs.
 
+    Fused optimizers could divide by ``max(norm / max_norm, 1)`` in their own kernel (``grad_scale``), which would save
+    a pass over the gradients. It is not done: division rounds otherwise than the multiplication that torch clips by,
+    and a healthy run promises the weights of the plain loop with the same clipping, bit for bit. It would also be one
+    factor for all groups of an optimizer.
+
     ``"group"`` holds every parameter group to ``max_norm`` on its own, ``"global"`` all of them together, to the
     bit as ``clip_grad_norm_`` does; ``ZScore`` adds a learned limit to each group's; ``AGC`` takes the place of both.
     """
