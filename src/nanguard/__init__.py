@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from nanguard.autopilot.entry import install
     from nanguard.errors import NanguardError, NonFiniteError, ProtocolError
     from nanguard.guard import Guard
+    from nanguard.monitor.observer import Monitor
     from nanguard.numerics.clip import AGC, ZScore
     from nanguard.policy.divergence import Divergence
     from nanguard.policy.policy import Policy
@@ -27,6 +28,7 @@ __all__ = [
     "Halt",
     "LossScale",
     "LowerLR",
+    "Monitor",
     "NanguardError",
     "NonFiniteError",
     "Observer",
@@ -54,6 +56,7 @@ _HOME = {
     "Halt": "policy.rungs",
     "LossScale": "step.precision",
     "LowerLR": "policy.rungs",
+    "Monitor": "monitor.observer",
     "NanguardError": "errors",
     "NonFiniteError": "errors",
     "Observer": "step.observers",

@@ -373,6 +373,11 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is a wrapper of ``torch.compile``, or a module on which ``compile()`` was called."""
+    return compiled_module(module) is not None or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that the module itself registers, not a copy. Empty before ``Module.__init__``."""
     registered: dict[str, nn.Parameter | None] = vars(module).get("_parameters", {})

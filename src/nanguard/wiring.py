@@ -15,6 +15,7 @@ import torch
 from nanguard import __version__
 from nanguard.diagnosis.scheduler import How
 from nanguard.incidents.bundle import Bundles
+from nanguard.monitor.observer import Monitor
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Rung
 from nanguard.recovery.recovery import Recovery
@@ -46,9 +47,11 @@ def make_journal(
     ours: list[Observer] = [] if runlog is None else [runlog]
     if is_first:
         ours.append(PanelLogger(lambda: None if runlog is None else runlog.path))
+    # A monitor follows one optimizer, the first: several of them number their steps on their own.
+    others = [each for each in observers if not isinstance(each, Monitor) or each.claim()]
     where = "guard.incidents" if runlog is None else ""
     return Journal(
-        Observers([*ours, *observers]),
+        Observers([*ours, *others]),
         speaks=is_first,
         where=lambda: where or f"nanguard explain {as_seen(Path(runlog.path).parent)}",  # type: ignore[union-attr]
     )
@@ -82,6 +85,9 @@ def make_engine(
             prepare=lambda facts: recovery.prepare(facts),
         )
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
+    for observer in parts.journal.observers:
+        if isinstance(observer, Monitor):
+            observer.bind(parts.state.model, parts.journal.note)
     engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
     return engine, recovery
 

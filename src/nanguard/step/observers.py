@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +59,9 @@ class Observers:
                     f"an observer needs at least one of the methods {', '.join(_METHODS)}, got {observer!r}"
                 )
         self._sort()
+
+    def __iter__(self) -> Iterator[Observer]:
+        return iter(self._observers)
 
     def _sort(self) -> None:
         self.wants_measurements = any(_overridden(each, "on_measured") is not None for each in self._observers)

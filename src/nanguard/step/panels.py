@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanguard.records.alert import Alert
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import panel, repeated
 from nanguard.records.steps import Incident, Outcome
@@ -39,6 +40,13 @@ class PanelLogger(Observer):
         reading = outcome.verdict.reading
         if outcome.action.response == "back_off":
             log.info("step %d: fp16 gradients overflowed at loss scale %g, backing off", reading.step, reading.scale)
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "alert":
+            alert = Alert.from_dict(dict(fields))
+            level = logging.INFO if alert.state == "withdrawn" else logging.WARNING
+            where = f" {alert.module}:" if alert.module else ""
+            log.log(level, "step %d:%s %s", alert.step, where, alert.message)
 
     def on_incident(self, incident: Incident) -> None:
         outcome = incident.outcome

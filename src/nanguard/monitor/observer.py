@@ -1,0 +1,258 @@
+"""The observer that watches for trouble to come: it probes some steps, and tells of warnings."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nanguard import _compat
+from nanguard.monitor.probe import Measured, Probe, gathered, read
+from nanguard.monitor.quantities import KINDS, Quantity
+from nanguard.monitor.series import MOST_POINTS
+from nanguard.monitor.warner import SCALE, Warner
+from nanguard.records.alert import Alert
+from nanguard.records.steps import Outcome
+from nanguard.state.names import plain_name
+from nanguard.state.readback import AsyncReadback, PendingCopy
+from nanguard.step.observers import Observer
+
+log = logging.getLogger("nanguard")
+
+_FIRST_EVERY = 10
+_MOST_EVERY = 1000
+_BUDGET = 0.005
+_SAMPLE = 4096
+"""So many elements of a weight stand for all of it."""
+
+_FEWEST_ELEMENTS = 64
+"""Of smaller gradients it says little how many elements are zero."""
+
+_MODULES_TOLD = 16
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What was measured of a step, on its way to the host; ``is_last`` if nothing more of this probe will follow."""
+
+    step: int
+    quantities: list[Measured]
+    copy: PendingCopy
+    is_last: bool
+
+
+class Monitor(Observer):
+    """Probes one step in ``probe_every``, and forecasts when a value will reach a limit. Changes nothing.
+
+    ``probe_every="auto"`` chooses the number so that probes take ``budget`` of the time on average. ``kinds`` are the
+    kinds of quantities that may raise a warning (see ``quantities.QuantityKind``). ``alerts`` has all that was told.
+    Ordinary steps cost nothing but the loss, which the host knows anyway; no step syncs. A model that was compiled is
+    not probed op by op: only its weights and gradients are.
+    """
+
+    def __init__(
+        self,
+        *,
+        probe_every: int | Literal["auto"] = "auto",
+        budget: float = _BUDGET,
+        kinds: Collection[str] = KINDS,
+    ) -> None:
+        if probe_every != "auto" and not (isinstance(probe_every, int) and probe_every >= 1):
+            raise ValueError(f"probe_every must be 'auto' or a whole number from 1, got {probe_every!r}")
+        if not 0 < budget < 1:
+            raise ValueError(f"budget must be a share of the step time between 0 and 1, got {budget!r}")
+        self.alerts: list[Alert] = []
+        self._warner = Warner(kinds)
+        self._every = _FIRST_EVERY if probe_every == "auto" else probe_every
+        self._pace = _Pace(budget) if probe_every == "auto" else None
+        self._model: nn.Module | None = None
+        self._note: Callable[..., None] = lambda event, **fields: None
+        self._probe: Probe | None = None
+        self._before: list[tuple[str, nn.Parameter, Tensor]] = []
+        self._pending: list[_Pending] = []
+        self._samples: dict[Quantity, tuple[float, float]] = {}
+        self._readback: AsyncReadback | None = None
+        self._num_probes = 0
+        self._next = 0
+        self._works, self._traces, self._is_claimed = True, True, False
+
+    def __repr__(self) -> str:
+        return "the early warning"
+
+    def claim(self) -> bool:
+        """True for the first caller: a monitor follows one optimizer."""
+        is_free, self._is_claimed = not self._is_claimed, True
+        return is_free
+
+    def bind(self, model: nn.Module, note: Callable[..., None]) -> None:
+        """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``)."""
+        self._model, self._note = model, note
+        self._traces = not _is_compiled(model)
+
+    @property
+    def active(self) -> tuple[Alert, ...]:
+        """The warnings that stand, the most urgent first."""
+        return self._warner.active
+
+    def headroom(self) -> dict[str, float]:
+        """The least room of each module in bits, by the last probe; least first."""
+        return dict(sorted(self._warner.rooms().items(), key=lambda item: item[1]))
+
+    # ---- the course of a step ------------------------------------------------------------------------------------
+
+    def on_open(self, step: int) -> None:
+        self._disarm()
+        if self._before:
+            self._post_updates(step)
+        if self._pace is not None:
+            self._every = self._pace.begin(self._every)
+        if self._model is None or step < self._next or not self._works or _is_capturing():
+            return
+        self._next = step + self._every
+        self._num_probes += 1
+        if self._pace is not None:
+            self._pace.is_probing = True
+        self._probe = Probe(self._model)
+        if self._traces:
+            self._probe.arm()  # a step of another optimizer may be probed at the moment
+
+    def on_measured(self, step: int, values: Tensor) -> None:
+        probe = self._probe
+        if probe is None or self._model is None:
+            return
+        self._disarm()
+        if probe.failure is not None:
+            self._works = False
+            log.warning("steps cannot be probed any more: %s", probe.failure)
+            return
+        with torch.no_grad():
+            self._measure_gradients(probe)
+            self._post(step, probe.quantities, [values[0], *probe.values], is_last=not self._before)
+
+    def on_heard(self, outcome: Outcome) -> None:
+        reading = outcome.verdict.reading
+        if outcome.went_back:
+            self._pending.clear()
+        if not outcome.applied:  # its values say nothing about the steps to come
+            self._pending = [each for each in self._pending if each.step != reading.step]
+            self._before, self._samples = [], {}
+            return
+        self._warner.hear(reading.loss)
+        while self._pending and self._pending[0].step <= reading.step:
+            self._take(self._pending.pop(0))
+
+    def on_close(self, num_steps: int, counts: Mapping[str, int]) -> None:
+        self._disarm()
+
+    def _disarm(self) -> None:
+        if self._probe is not None:
+            self._probe.disarm()
+            self._probe = None
+
+    # ---- weights and gradients -----------------------------------------------------------------------------------
+
+    def _measure_gradients(self, probe: Probe) -> None:
+        """How many elements of each gradient are not zero; and a sample of each weight before it is updated."""
+        assert self._model is not None
+        self._before = []
+        for full_name, param in self._model.named_parameters():
+            if param.grad is None or type(param.grad) is not Tensor or param.grad.layout is not torch.strided:
+                continue
+            module, _, name = plain_name(full_name).rpartition(".")
+            if param.numel() >= _FEWEST_ELEMENTS:
+                probe.quantities.append((Quantity(kind="gradient", module=module, op=name), 1))
+                probe.values.append(param.grad.count_nonzero())
+            if param.dim() >= 2 and param.is_contiguous():  # biases pass through zero: their size says little
+                self._before.append((full_name, param, param.detach().view(-1)[:_SAMPLE].clone()))
+
+    @torch.no_grad()
+    def _post_updates(self, step: int) -> None:
+        """The update that the probed step has made, in relation to the weights."""
+        before, self._before = self._before, []
+        quantities, values = [], []
+        for full_name, param, old in before:
+            module, _, name = plain_name(full_name).rpartition(".")
+            quantities.append((Quantity(kind="update", module=module, op=name), 1))
+            new = param.detach().view(-1)[:_SAMPLE]
+            values.append((new - old).double().norm() / old.double().norm())
+        if values and not _is_capturing():
+            self._post(step, quantities, [torch.zeros_like(values[0]), *values], is_last=True)
+
+    # ---- to the host ---------------------------------------------------------------------------------------------
+
+    def _post(self, step: int, quantities: list[Measured], values: list[Tensor], *, is_last: bool) -> None:
+        vector = gathered(values)
+        if self._readback is None:
+            self._readback = AsyncReadback(vector.device)
+        self._pending.append(_Pending(step, quantities, self._readback.post(vector), is_last))
+
+    def _take(self, pending: _Pending) -> None:
+        scale, *values = pending.copy.read()
+        self._samples |= read(pending.quantities, values, scale if 0 < scale < math.inf else 1.0)
+        if 0 < scale < math.inf:
+            self._samples[SCALE] = scale, 1.0
+        if not pending.is_last:
+            return
+        samples, self._samples = self._samples, {}
+        for alert in self._warner.look(pending.step, samples):
+            self.alerts.append(alert)
+            self._note("alert", **alert.as_dict(), message=alert.message)
+        if self._num_probes % _stride(self._num_probes) == 0:
+            rooms = list(self.headroom().items())[:_MODULES_TOLD]
+            self._note("headroom", step=pending.step, rooms={name: round(room, 2) for name, room in rooms})
+
+    # ---- to be saved ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of the past, as JSON can hold it."""
+        return {"version": 1, "warner": self._warner.state_dict(), "every": self._every, "next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != 1:
+            raise ValueError(f"the early warning reads state of version 1, got {state.get('version')!r}")
+        self._warner.load_state_dict(state["warner"])
+        self._every, self._next = state["every"], state["next"]
+
+
+class _Pace:
+    """Chooses how often to probe from the host's time for ordinary and for probed steps."""
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+        self._began: float | None = None
+        self._ordinary: list[float] = []
+        self._probed: list[float] = []
+        self.is_probing = False
+
+    def begin(self, every: int) -> int:
+        """A step begins, and the one before it is over. Returns how many steps to probe one of."""
+        now = time.perf_counter()
+        if self._began is not None:
+            (self._probed if self.is_probing else self._ordinary).append(now - self._began)
+        self._began, self.is_probing = now, False
+        self._ordinary, self._probed = self._ordinary[-32:], self._probed[-8:]
+        if not self._ordinary or not self._probed:
+            return every
+        usual = median(self._ordinary)
+        extra = max(0.0, median(self._probed) - usual)
+        return max(1, min(_MOST_EVERY, math.ceil(extra / (self._budget * usual)))) if usual > 0 else every
+
+
+def _stride(number: int) -> int:
+    """One in so many probes is told: a power of two that grows with the run."""
+    return 1 << (number // (2 * MOST_POINTS)).bit_length()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(_compat.is_compiled(module) for module in model.modules())
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

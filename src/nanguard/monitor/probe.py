@@ -1,0 +1,277 @@
+"""Measures every op of one training step while it runs. Nothing is copied to the host here, and nothing syncs.
+
+The step itself is not changed: each op is called as it is, and its operands and results are only read.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard import _compat
+from nanguard.monitor.quantities import Quantity, largest, name_of, resolution, smallest
+from nanguard.state.names import plain_name
+
+log = logging.getLogger("nanguard")
+
+_OPERANDS = {"log": 0, "log2": 0, "log10": 0, "div": 1, "reciprocal": 0, "sqrt": 0, "rsqrt": 0}
+"""Ops that fail at 0, and the place of the operand."""
+
+_DIFFERENCES = ("sub", "rsub")
+"""What they leave of nearly equal numbers is a multiple of the resolution."""
+
+_MAKERS = frozenset(
+    [
+        "alias",
+        "arange",
+        "bernoulli",
+        "copy",
+        "detach",
+        "dropout",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "eye",
+        "fill",
+        "full",
+        "full_like",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "normal",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randint",
+        "randn",
+        "randn_like",
+        "scalar_tensor",
+        "set",
+        "uniform",
+        "zero",
+        "zeros",
+        "zeros_like",
+    ]
+)
+"""Ops whose results are constants, random numbers or memory."""
+
+_MOST_VALUES = 50_000
+"""More values than this are not measured in one step: something other than a step is running."""
+
+Measured = tuple[Quantity, int]
+"""A quantity, and how many values it has.
+
+``overflow``: the lowest and the highest output. ``zero``: the smallest operand, and its limit if that is not the
+smallest number of the format. Others: one value."""
+
+
+class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Between ``arm`` and ``disarm``, from the first call of a module of ``model`` on, every op is measured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(m): plain_name(name) for name, m in reversed(list(model.named_modules()))}
+        self._stack: list[str] = []
+        self._owners: dict[int, str] = {}
+        self._floors: dict[int, Tensor] = {}
+        self._nodes: dict[int, str] = {}
+        self._replaced: Any = None
+        self._call: Any = None
+        self._is_on = False
+        self.failure: Exception | None = None
+        self.quantities: list[Measured] = []
+        self.values: list[Tensor] = []
+
+    # ---- begin and end -------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Begin with the next call of a module, unless another probe is at work.
+
+        Not with torch's global hooks: ``torch.compile`` warns about them.
+        """
+        self._replaced = _compat.module_call()
+        if getattr(self._replaced, "is_probe", False):
+            return
+        self._call = self._listening_to(self._replaced)
+        _compat.set_module_call(self._call)
+
+    def disarm(self) -> None:
+        """Stop. What was measured stays."""
+        if self._call is not None and _compat.module_call() is self._call:
+            _compat.set_module_call(self._replaced)
+        if self._is_on:
+            _compat.leave_mode(self)
+        self._call, self._is_on = None, False
+        self._stack.clear()
+        self._owners.clear()
+        self._floors.clear()
+        self._nodes.clear()
+
+    def _listening_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        names, stack = self._names, self._stack
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(module))
+            if name is None or self._call is None or _compat.is_recording():
+                return original(module, *args, **kwargs)
+            if not self._is_on and torch.is_grad_enabled():
+                self._is_on = True
+                self.__enter__()  # type: ignore[no-untyped-call]
+            stack.append(name)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                if stack:
+                    stack.pop()
+
+        call.is_probe = True  # type: ignore[attr-defined]
+        return call
+
+    # ---- each op -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.failure is not None or len(self.values) > _MOST_VALUES or _compat.is_recording():
+            return result
+        try:
+            self._follow(func, args, result)
+        except Exception as error:  # measuring must not make the step fail
+            log.debug("an op could not be measured: %s", func, exc_info=True)
+            self.failure = error
+        return result
+
+    def _follow(self, func: Any, args: Any, result: Any) -> None:
+        node = _compat.current_node()
+        if node is None and not torch.is_grad_enabled():
+            return
+        op = str(func.overloadpacket.__name__).strip("_")
+        inputs, outputs = list(_plain_tensors(args)), list(_plain_tensors(result))
+        module = self._module_in_backward(node) if node is not None else self._module_in_forward(inputs)
+        for output in outputs:
+            self._owners[_compat.storage_key(output)] = module
+        if _compat.is_view(func):
+            return
+        with torch.no_grad():
+            self._measure_outputs(op, module, outputs, is_backward=node is not None)
+            self._measure_operand(op, module, args, is_backward=node is not None)
+            self._note_floor(op, inputs, outputs)
+
+    def _module_in_forward(self, inputs: list[Tensor]) -> str:
+        """The innermost module that is running. Outside of all, the one that made an operand: a loss has no module."""
+        module = self._stack[-1] if self._stack else ""
+        if not module:
+            module = next(filter(None, (self._owners.get(_compat.storage_key(each)) for each in inputs)), "")
+        number = _compat.next_sequence_nr()
+        for level in (1, 2):  # the node of this op was made right before it ran
+            if number is not None:
+                self._nodes.setdefault(number - level, module)
+        return module
+
+    def _module_in_backward(self, node: Any) -> str:
+        number = _compat.sequence_nr(node)
+        return "" if number is None else self._nodes.get(number, "")
+
+    def _measure_outputs(self, op: str, module: str, outputs: list[Tensor], *, is_backward: bool) -> None:
+        if op in _MAKERS:
+            return
+        for output in outputs:
+            form = name_of(output.dtype)
+            if form and output.numel():
+                quantity = Quantity(kind="overflow", module=module, op=op, form=form, backward=is_backward)
+                self.quantities.append((quantity, 2))
+                self.values.extend(torch.aminmax(output))
+
+    def _measure_operand(self, op: str, module: str, args: Any, *, is_backward: bool) -> None:
+        place = _OPERANDS.get(op)
+        operand: Any = None if place is None or place >= len(args) else args[place]
+        if not _is_plain(operand) or not name_of(operand.dtype) or not operand.numel():
+            return
+        form = name_of(operand.dtype)
+        key = _compat.storage_key(operand)
+        # The module that made the operand is at fault, not the one of the other operand.
+        owner = self._owners.get(key) or module if not self._stack or not self._stack[-1] else module
+        quantity = Quantity(kind="zero", module=owner, op=op, form=form, backward=is_backward)
+        size, floor = operand.abs(), self._floors.get(key)
+        self.values.append(size.masked_fill(size == 0, math.inf).amin())
+        if floor is not None:
+            self.values.append(floor)
+        self.quantities.append((quantity, 1 if floor is None else 2))
+
+    def _note_floor(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """``1 - p`` is never smaller than the resolution of 1, if it is not 0."""
+        for output in outputs:
+            form = name_of(output.dtype)
+            if op in _DIFFERENCES and form and output.numel():
+                sizes = [_largest_size(each) for each in inputs if name_of(each.dtype) and each.numel()]
+                if op == "rsub":  # from a number, which is nearly always 1
+                    sizes.append(torch.ones_like(sizes[0]))
+                self._floors[_compat.storage_key(output)] = torch.stack(sizes).amax() * resolution(form)
+            else:
+                self._floors.pop(_compat.storage_key(output), None)
+
+
+def gathered(values: list[Tensor]) -> Tensor:
+    """All values in one float64 vector on the device of the first. Does not sync."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        groups.setdefault((value.device, value.dtype), []).append(place)
+    device = values[0].device
+    parts = [torch.stack([values[place] for place in places]).double().to(device) for places in groups.values()]
+    order = [place for places in groups.values() for place in places]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(parts)[torch.tensor(back, device=device)] if len(parts) > 1 else parts[0]
+
+
+def read(quantities: list[Measured], values: list[float], scale: float) -> dict[Quantity, tuple[float, float]]:
+    """Value and limit of each quantity, the worst of a step, from the values on the host.
+
+    Gradients that are multiplied by a loss scale are as large as the scale makes them: what counts is their true size.
+    """
+    worst: dict[Quantity, tuple[float, float]] = {}
+    place = 0
+    for quantity, size in quantities:
+        value, limit = _value_and_limit(quantity, values[place : place + size], scale)
+        place += size
+        room = quantity.room(value, limit)
+        before = worst.get(quantity)
+        if math.isfinite(room) and (before is None or room < quantity.room(*before)):
+            worst[quantity] = value, limit
+    return worst
+
+
+def _value_and_limit(quantity: Quantity, values: list[float], scale: float) -> tuple[float, float]:
+    if quantity.kind == "overflow":
+        # A mask of -inf, or one of +inf, is left out.
+        value = max((abs(each) for each in values if math.isfinite(each)), default=math.nan)
+        return value / scale if quantity.backward else value, largest(quantity.form)
+    if quantity.kind == "zero" and len(values) == 1:
+        return values[0], smallest(quantity.form)
+    return values[0], values[1] if len(values) == 2 else 1.0
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an ordinary tensor. Reading a sharded one would talk to other ranks."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+
+
+def _plain_tensors(tree: Any) -> Any:
+    if _is_plain(tree):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _plain_tensors(each)
+
+
+def _largest_size(tensor: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(tensor)).abs().amax().double()

@@ -1,0 +1,363 @@
+"""Early warning: a forecast is a trend towards a limit, a NaN cannot poison it, and a watched run is the same run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nanguard
+from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from nanguard.monitor.observer import Monitor
+from nanguard.monitor.probe import Probe
+from nanguard.monitor.quantities import KINDS, Quantity, resolution, smallest
+from nanguard.monitor.series import MOST_POINTS, Series
+from nanguard.monitor.trend import forecast
+from nanguard.monitor.warner import Warner
+from nanguard.records.alert import Alert
+
+OUTPUT = Quantity(kind="overflow", module="block.3", op="mm", form="fp16")
+LIMIT = 65504.0
+
+
+def rooms_of(values: list[float]) -> Warner:
+    """A warner that has seen these rooms of one quantity, five steps apart."""
+    warner = Warner()
+    for place, room in enumerate(values):
+        warner.look(5 * place, {OUTPUT: (OUTPUT.value(room, LIMIT), LIMIT)})
+    return warner
+
+
+def alerts_of(values: list[float]) -> list[Alert]:
+    warner = Warner()
+    return [
+        alert
+        for place, room in enumerate(values)
+        for alert in warner.look(5 * place, {OUTPUT: (OUTPUT.value(room, LIMIT), LIMIT)})
+    ]
+
+
+def noisy(rooms: list[float], size: float = 0.2) -> list[float]:
+    dice = random.Random(0)
+    return [room + dice.gauss(0, size) for room in rooms]
+
+
+# ---- trends ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_a_steady_fall_is_forecast(noise: float) -> None:
+    steps = list(range(0, 300, 5))
+    found = forecast(steps, noisy([15 - 0.03 * step for step in steps], noise))
+    assert found is not None
+    truth = 15 / 0.03 - steps[-1]
+    assert found.soonest <= truth <= found.latest
+    assert 0.5 * truth <= found.steps_left <= 2 * truth
+
+
+SHAPES: dict[str, list[float]] = {
+    "constant": [8.0] * 60,
+    "near the limit": [1.0] * 60,
+    "spikes": [1.0 if place % 12 == 11 else 9.0 for place in range(60)],
+    "a jump": [12.0] * 40 + [3.0] * 20,
+    "grows, then levels off": [7 + 8 * math.exp(-place / 6) for place in range(60)],
+    "a clamp": [15 - 0.2 * min(place, 35) for place in range(60)],
+    "rises": [1 + 0.2 * place for place in range(60)],
+    "too far away": [15 - 0.02 * place for place in range(60)],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_what_is_no_trend_has_no_forecast(shape: str, noise: float) -> None:
+    rooms = noisy(SHAPES[shape], noise)
+    assert forecast(list(range(0, 5 * len(rooms), 5)), rooms) is None
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_names_module_reason_advice_and_step() -> None:
+    (alert,) = alerts_of([15 - 0.2 * place for place in range(60)])
+    assert (alert.state, alert.module, alert.op, alert.cause) == ("raised", "block.3", "mm", "overflow_fp16")
+    assert alert.earliest <= alert.crossing <= alert.latest
+    assert alert.crossing == pytest.approx(375, abs=15)
+    assert alert.limit == LIMIT
+    assert alert.now == pytest.approx(OUTPUT.value(alert.room, LIMIT))
+    assert alert.trend == pytest.approx(-0.04)
+    assert "65504" in alert.reason
+    assert "bf16" in alert.advice
+    assert Alert.from_dict(json.loads(json.dumps(alert.as_dict()))) == alert
+
+
+def test_a_warning_is_not_repeated_and_is_withdrawn_if_the_trend_ends() -> None:
+    falls = [15 - 0.2 * place for place in range(50)]
+    assert [alert.state for alert in alerts_of([*falls, *[falls[-1]] * 40])] == ["raised", "withdrawn"]
+
+
+def test_growth_up_to_one_is_no_danger() -> None:
+    tiny = [35 - 0.4 * place for place in range(50)]  # from 1e-6 to 0.8
+    assert alerts_of(tiny) == []
+
+
+def test_a_loss_that_rises_is_forecast_and_one_that_jumps_is_not() -> None:
+    def told(losses: list[float]) -> list[Alert]:
+        warner, alerts = Warner(), []
+        for step, loss in enumerate(losses):
+            warner.hear(loss)
+            if step % 5 == 4:
+                alerts += warner.look(step, {})
+        return alerts
+
+    rising = [1.0] * 100 + [1.007**place for place in range(200)]
+    assert [alert.quantity for alert in told(rising)][:1] == ["loss"]
+    assert told([1.0] * 100 + [2.5] * 100) == []
+    assert told([1 - 0.02 * place for place in range(200)]) == [], "losses below zero have no ratio"
+    assert told([30.0 if place % 60 == 59 else 1.0 for place in range(300)]) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_nan_cannot_poison(data: st.DataObject) -> None:
+    """Non-finite values, wherever they are, leave no trace."""
+    falls = [15 - 0.2 * place for place in range(60)]
+    bad = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -1.0])
+    gaps = data.draw(st.dictionaries(st.integers(0, 59), bad, max_size=20))
+    clean, dirty = Warner(), Warner()
+    for place, room in enumerate(falls):
+        step = 5 * place
+        samples = {OUTPUT: (OUTPUT.value(room, LIMIT), LIMIT)}
+        if place in gaps:
+            dirty.hear(math.nan)
+            dirty.look(
+                step, {OUTPUT: (gaps[place], LIMIT), Quantity(kind="zero", module="x", op="log"): (1.0, math.nan)}
+            )
+            clean.look(step, {})
+        else:
+            assert clean.look(step, samples) == dirty.look(step, samples)
+    assert clean.state_dict() == dirty.state_dict()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 119), st.lists(st.floats(-2, 2), min_size=8, max_size=8))
+def test_saved_and_loaded_it_says_the_same(cut: int, bumps: list[float]) -> None:
+    values = [15 - 0.2 * min(place, 55) + bumps[place % 8] for place in range(120)]
+    whole, part = Warner(), Warner()
+    for place, room in enumerate(values):
+        samples = {OUTPUT: (OUTPUT.value(room, LIMIT), LIMIT)}
+        for warner in (whole, part):
+            warner.hear(abs(room) + 0.1)
+        assert whole.look(5 * place, samples) == part.look(5 * place, samples)
+        if place == cut:
+            saved = json.loads(json.dumps(part.state_dict(), allow_nan=False))
+            part = Warner()
+            part.load_state_dict(saved)
+    assert whole.state_dict() == part.state_dict()
+
+
+def test_the_memory_of_a_series_is_bounded() -> None:
+    series = Series()
+    for step in range(100_000):
+        series.add(step, 1.0)
+    assert len(series.steps) <= MOST_POINTS
+    assert series.steps[0] == 0
+    assert series.steps == sorted(set(series.steps))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_its_words(kind: str) -> None:
+    quantity = Quantity(kind=kind, module="m", op="exp" if kind == "overflow" else "log", form="fp16")  # type: ignore[arg-type]
+    assert Quantity.from_key(quantity.key) == quantity
+    assert quantity.advice
+    assert quantity.reason(1.0, 2.0)
+    for room in (0.5, 3.0):
+        assert quantity.room(quantity.value(room, 2.0), 2.0) == pytest.approx(room)
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+class LogLoss(nn.Module):
+    """A classifier with a hand-written loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.body(x))).squeeze(-1)
+
+
+def measured(model: nn.Module, loss_of: Any) -> dict[Quantity, tuple[float, float]]:
+    from nanguard.monitor.probe import gathered, read
+
+    probe = Probe(model)
+    probe.arm()
+    loss_of(model).backward()
+    probe.disarm()
+    assert probe.failure is None
+    return read(probe.quantities, gathered(probe.values).tolist(), 1.0)
+
+
+def test_ops_outside_of_modules_belong_to_the_module_that_made_their_operand() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 6)
+    logits: list[Tensor] = []
+
+    def loss_of(model: nn.Module) -> Tensor:
+        logits.append(model(x))
+        p = torch.sigmoid(logits[-1])
+        return -(torch.log(1 - p)).mean() - torch.log(p).mean()
+
+    found = measured(LogLoss(), loss_of)
+    value, limit = found[Quantity(kind="zero", module="out", op="log", form="fp32")]
+    p = torch.sigmoid(logits[0].detach())
+    worst = min(
+        (float((1 - p).min()), resolution("fp32")), (float(p.min()), smallest("fp32")), key=lambda e: e[0] / e[1]
+    )
+    assert (value, limit) == pytest.approx(worst)
+    assert Quantity(kind="overflow", module="body", op="addmm", form="fp32") in found
+    assert Quantity(kind="overflow", module="body", op="mm", form="fp32", backward=True) in found
+
+
+def test_masks_are_left_out_and_formats_are_those_of_the_ops() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(torch.randn(3, 6))
+        masked = scores.masked_fill(torch.eye(3, 4, dtype=torch.bool), -math.inf)
+        return masked.softmax(-1).square().sum()
+
+    found = measured(net, loss_of)
+    forms = {q.form for q in found if q.op == "addmm"}
+    assert forms == {"bf16"}
+    masked = next(value for q, (value, _) in found.items() if q.op == "masked_fill" and not q.backward)
+    assert 0 < masked < 10
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["eager", "late"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_watched_run_is_the_same_run(sync: Any, own: bool) -> None:
+    ends = []
+    for observers in ([], [Monitor(probe_every=2)]):
+        model, optimizer = build(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+        guard = nanguard.Guard(model, optimizer, precision="bf16", sync=sync, observers=observers)
+        for batch in guard.epoch(poisoned(make_batches(24), 9)):
+            own_step(guard, batch) if own else guard.step(loss_fn, batch)
+        guard.close()
+        ends.append(everything(model, [optimizer]))
+    assert differences(*ends) == []
+
+
+class Growing(nn.Module):
+    """Its output doubles every few steps, and passes the limit of fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.gain = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.gain(self.inp(x)).float()))
+
+
+def grow(guard: Any, model: Any, steps: int) -> None:
+    for batch in make_batches(steps):
+        with torch.no_grad():
+            model.gain.weight.mul_(1.05)
+        guard.step(loss_fn, batch)
+
+
+def test_a_growing_module_is_named_before_it_overflows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(probe_every=4)
+    model, optimizer = build(lambda p: torch.optim.SGD(p, lr=1e-4), model=Growing())
+    guard = nanguard.Guard(
+        model, optimizer, precision="fp16", loss_scale=None, observers=[monitor], run_dir=tmp_path, snapshots=None
+    )
+    with caplog.at_level(logging.WARNING, logger="nanguard"):
+        grow(guard, model, 160)
+    guard.close()
+    assert guard.counts["skipped"] == 0
+    first = monitor.alerts[0]
+    assert (first.module, first.state) == ("gain", "raised")
+    assert 160 < first.crossing < 320
+    lines = [record.message for record in caplog.records if "expected" not in record.message]
+    assert any(line.startswith(f"step {first.step}: gain: ") for line in lines)
+    run = nanguard.read_run(tmp_path)
+    told = [event for event in run.events if event.event == "alert"]
+    assert [Alert.from_dict({**event.fields, "step": event.step}) for event in told] == monitor.alerts
+    rooms = [event.fields["rooms"] for event in run.events if event.event == "headroom"]
+    assert min(rooms[-1], key=rooms[-1].__getitem__) == "gain"
+    assert monitor.headroom()["gain"] < 8
+
+
+def test_state_is_saved_with_json(tmp_path: Path) -> None:
+    monitor = Monitor(probe_every=3)
+    model, optimizer = build(lambda p: torch.optim.SGD(p, lr=1e-3))
+    guard = nanguard.Guard(model, optimizer, observers=[monitor])
+    for batch in make_batches(20):
+        guard.step(loss_fn, batch)
+    saved = json.loads(json.dumps(monitor.state_dict(), allow_nan=False))
+    other = Monitor()
+    other.load_state_dict(saved)
+    assert other.state_dict() == monitor.state_dict()
+    with pytest.raises(ValueError, match="version 1"):
+        other.load_state_dict({"version": 9})
+
+
+def test_an_op_that_cannot_be_measured_does_not_fail_the_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no such op")
+
+    monkeypatch.setattr(Probe, "_measure_outputs", fails)
+    model, optimizer = build(lambda p: torch.optim.SGD(p, lr=1e-3))
+    guard = nanguard.Guard(model, optimizer, observers=[Monitor(probe_every=1)])
+    with caplog.at_level(logging.WARNING, logger="nanguard"):
+        for batch in make_batches(5):
+            guard.step(loss_fn, batch)
+    assert guard.counts["applied"] == 5
+    assert sum("cannot be probed any more" in record.message for record in caplog.records) == 1
+
+
+def test_a_compiled_model_is_not_traced_and_not_compiled_again() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = torch.compile(TinyNet(), backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = Monitor(probe_every=2)
+    guard = nanguard.Guard(model, optimizer, observers=[monitor])
+    for batch in make_batches(3):
+        guard.step(loss_fn, batch)
+    once = len(compiled)
+    for batch in make_batches(12):
+        guard.step(loss_fn, batch)
+    assert len(compiled) == once
+    kinds = {key.split("|")[0] for key in monitor.state_dict()["warner"]["watched"]}
+    assert kinds == {"gradient", "update"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("probe_every", 0), ("probe_every", "often"), ("budget", 0.0)])
+def test_wrong_options_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        Monitor(**{name: value})
