@@ -43,6 +43,9 @@ METHOD = (
     "at the end, and the first incident right in everything it says: cause, op, module, line and sample."
 )
 
+NO_END = 124
+"""The exit status of a run that was stopped, as of ``timeout``."""
+
 TIMES = (r"\d+(\.\d+)? ?(ms|s|it/s|s/it)\b", r"SPS: \d+", r"\d\d:\d\d(:\d\d)?", r"mfu -?[\d.]+%", r"iter_dt [\d.]+")
 
 
@@ -60,7 +63,15 @@ class Ran:
     num_incidents: int
 
 
-def run(program: Program, args: argparse.Namespace, *, guarded: bool, fault: Fault | None, keep: Path | None) -> Ran:
+def run(
+    program: Program,
+    args: argparse.Namespace,
+    *,
+    guarded: bool,
+    fault: Fault | None,
+    keep: Path | None,
+    timeout: float | None = None,
+) -> Ran:
     with tempfile.TemporaryDirectory(prefix="third-party-") as temporary:
         root = Path(temporary)
         folder = _prepare(program, Path(args.repositories), root, fault)
@@ -77,14 +88,14 @@ def run(program: Program, args: argparse.Namespace, *, guarded: bool, fault: Fau
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=args.timeout,
+                timeout=timeout or args.timeout,
                 stdin=subprocess.DEVNULL,
                 check=False,
             )
             status, stdout, stderr = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired as error:
-            status, stdout = -1, _text(error.stdout)
-            stderr = _text(error.stderr) + f"\nno end after {args.timeout} s"
+            status, stdout = NO_END, _text(error.stdout)
+            stderr = _text(error.stderr) + f"\nno end after {timeout or args.timeout} s"
         seconds = time.perf_counter() - began
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
@@ -216,7 +227,8 @@ def try_program(program: Program, args: argparse.Namespace) -> dict[str, Any]:
     seconds = [round(plain.seconds, 1), round(guarded.seconds, 1)]
     print(f"{program.name}: {differences or 'identical'} {seconds}", flush=True)
     chosen = () if args.healthy_only else program.faults
-    faults = [_try_fault(program, fault, args, keep) for fault in chosen]
+    patience = 10 + 3 * plain.seconds  # some programs never end if they train on NaN
+    faults = [_try_fault(program, fault, args, keep, patience) for fault in chosen]
     return {**_facts(program), "seconds": seconds, "differences": differences, "faults": faults}
 
 
@@ -229,8 +241,12 @@ def _facts(program: Program) -> dict[str, Any]:
     }
 
 
-def _try_fault(program: Program, fault: Fault, args: argparse.Namespace, keep: Path | None) -> dict[str, Any]:
-    plain = None if args.faults_only else run(program, args, guarded=False, fault=fault, keep=keep)
+def _try_fault(
+    program: Program, fault: Fault, args: argparse.Namespace, keep: Path | None, patience: float = 0
+) -> dict[str, Any]:
+    plain = None
+    if not args.faults_only:
+        plain = run(program, args, guarded=False, fault=fault, keep=keep, timeout=patience)
     guarded = run(program, args, guarded=True, fault=fault, keep=keep)
     said = guarded.diagnosis
     wrong = wrong_parts(said, fault.expected, guarded.rows)
@@ -267,6 +283,8 @@ def _try_fault(program: Program, fault: Fault, args: argparse.Namespace, keep: P
 def _end_of(plain: Ran | None) -> str:
     if plain is None:
         return ""
+    if plain.status == NO_END:
+        return "does not end"
     if plain.weights.get("finite") is False:
         return "NaN or Inf in the weights"
     return "finite" if plain.status == 0 else f"ended with status {plain.status}"
