@@ -16,6 +16,7 @@ class Expected:
 
     One of ``lines`` must be found in the text of the line; ``""`` accepts any line, and none. ``sample`` is
     the sample at fault if the hook does not note it; a diagnosis may leave it out, but may not name another.
+    With ``any_sample`` it is not known: the program draws its batch from a buffer.
     """
 
     causes: tuple[str, ...]
@@ -23,6 +24,7 @@ class Expected:
     module: str = ".*"
     lines: tuple[str, ...]
     sample: int | None = None
+    any_sample: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def too_fast(*args: str) -> Fault:
 
 def reward(step: int, *lines: str, kind: str = "reward", module: str = ".*") -> Fault:
     """The environment reports a NaN once."""
-    expected = Expected(causes=DATA, module=module, lines=lines)
+    expected = Expected(causes=DATA, module=module, lines=lines, any_sample=kind == "reward")
     hook = {"kind": kind, "step": step, "value": "nan"}
     return Fault(name=kind, what=f"a NaN {kind}", hook=hook, expected=expected)
 
