@@ -345,7 +345,7 @@ def test_a_tape_that_is_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tape_recorder, "_SWEEP_AFTER_ROWS", 64)
 
     def long(out: Tensor) -> Tensor:
-        for _ in range(100):
+        for _ in range(300):
             out = out + 1
         return (out * 0).log().mean()
 
@@ -515,11 +515,18 @@ def test_compiled_code_is_neither_broken_up_nor_compiled_again(device: str) -> N
     assert plain["breaks"] == 0
 
 
+SHOWS_RESULT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Older releases do not keep what compiled code returns where it can be seen."""
+
+
 @QUIET
 def test_a_compiled_loss_is_a_row() -> None:
     criterion = torch.compile(log_of_nothing, backend="eager")
     for run in (own_loop, program):
         found = run(criterion, sync="late")
+        if not SHOWS_RESULT:
+            assert any("made by code that torch does not tell of" in note for note in found.notes)
+            continue
         assert (found.capture, found.op, found.source and found.source.line) == ("tape", "log", line("log of nothing"))
 
 
@@ -602,17 +609,16 @@ def test_a_taped_step_does_not_wait() -> None:
 def test_peak_memory_is_that_of_the_plain_program() -> None:
     def train() -> int:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).cuda()
         optimizer = AdamW(model.parameters(), fused=True)
         for step in range(8):
             if step == 4:
                 torch.cuda.reset_peak_memory_stats()
-            x = torch.randn(4096, 64, device="cuda").repeat(1, 16)
-            out = model(x)
+            out = model(torch.randn(4096, 64, device="cuda")).repeat(1, 64)
             for _ in range(10):
                 out = out.tanh() * 1.1
             loss = out.pow(2).mean()
-            del x, out
+            del out
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -628,5 +634,5 @@ def test_peak_memory_is_that_of_the_plain_program() -> None:
     with nanguard.install():
         taped = train()
     print(f"peak: plain {plain:,}, guarded {untaped:,}, taped {taped:,}")
-    x = 4096 * 1024 * 4  # the input of the model may be held: it is from outside
-    assert taped <= 1.01 * untaped + 3 * x
+    small = 4096 * (64 + 16) * 4  # the inputs of the model, and the gradients of its outputs, of three steps
+    assert taped <= 1.005 * untaped + 3 * small

@@ -54,9 +54,9 @@ def takes_default_device(function: Any) -> bool:
     return function in _device_constructors()
 
 
-num_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-are_functions_transformed: Any = torch._C._are_functorch_transforms_active
-"""Inside ``torch.func.grad``, ``vmap`` and others: tensors there have no value of their own."""
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to ``torch.func.grad``, ``vmap`` or others, and has no value of its own outside them."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def on_compiled_calls(entered: Any, left: Any) -> Any:

@@ -31,6 +31,8 @@ _NO_ROW, _ROW, _DRAWS, _MAKES, _BACKWARD = 0, 1, 2, 4, 8
 """What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device."""
 
 _NOTHING: dict[str, Any] = {}
+_NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
+_is_grad_enabled, _is_any_autocast_enabled = torch.is_grad_enabled, _compat_modes.is_any_autocast_enabled
 _PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 """Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
 
@@ -67,6 +69,7 @@ class TapeRecorder(TorchFunctionMode):
         super().__init__()
         self._note, self.device = note, device
         self.tape: CallTape | None = None
+        self._rows: dict[int, tuple[Any, ...]] = {}
         self._next = 0
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
         self._older: tuple[CallTape, dict[int, tuple[ref[Tensor], Made]]] | None = None
@@ -102,7 +105,7 @@ class TapeRecorder(TorchFunctionMode):
     def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
         alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None} if keeps_older else {}
         self._older = (self.tape, alive) if alive and self.tape is not None else None
-        self.tape, self._marks, self._outside = tape, {}, {}
+        self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
 
     def stop(self) -> None:
@@ -118,7 +121,7 @@ class TapeRecorder(TorchFunctionMode):
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""
         self.stop()
-        self.tape, self._older, self._marks, self._outside = None, None, {}, {}
+        self.tape, self._rows, self._older, self._marks, self._outside = None, {}, None, {}, {}
 
     def pause(self) -> bool:
         """For a call that is a row of its own, or none. Returns what ``go_on`` is to be given."""
@@ -147,33 +150,50 @@ class TapeRecorder(TorchFunctionMode):
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for every torch call, so it is kept short: a few microseconds matter to a short step."""
+        """Called for every torch call. Written for speed: on a slow host a microsecond here is a percent of a step."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
-        kwargs = kwargs or {}
         if not kind:
-            return func(*args, **kwargs)
-        is_row = kind & _ROW and self._wants()
-        if is_row:
-            given, marks = [], self._marks
-            for each in args:
-                mark = marks.get(id(each))
-                if mark is not None and mark[0]() is each:
-                    given.append(mark[1])
-                else:
-                    given.append(self._noted(each))
-            named = self._noted(kwargs) if kwargs else _NOTHING
-            rng = self._note() if kind & _DRAWS else None
+            return func(*args, **kwargs) if kwargs else func(*args)
+        is_grad, rows = _is_grad_enabled(), self._rows
+        if kind == _BACKWARD or not (is_grad or rows):
+            self._is_inside = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._is_inside = False
+        given, marks = [], self._marks
+        for each in args:
+            mark = marks.get(id(each))
+            if mark is not None and mark[0]() is each:
+                given.append(mark[1])
+            else:
+                given.append(each if type(each) in PLAIN else self._noted(each))
+        named = self._noted(kwargs) if kwargs else _NOTHING
+        rng = self._note() if kind & _DRAWS else None
         self._is_inside = True
         try:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self._is_inside = False
-        if is_row:
+        if type(result) is not Tensor or kind & _MAKES:
             if kind & _MAKES and named.get("device") is None and isinstance(result, Tensor):
                 named = {**named, "device": result.device}
             self._add(func, given, named, rng, args, result, sys._getframe(1))
+            return result
+        frame = sys._getframe(1)
+        code: CodeType | None = frame.f_code
+        at = frame.f_lasti
+        if not self._users.get(frame.f_code.co_filename):
+            code, at = self._position(frame)
+        autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
+        number = self._next
+        self._next = number + 1
+        rows[number] = func, given, named, code, at, is_grad, autocast, rng
+        marks[id(result)] = ref(result), Made(number, 0)
+        if not number & 63:
+            self._look_at_length()
         return result
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -189,7 +209,7 @@ class TapeRecorder(TorchFunctionMode):
 
     def may_call(self) -> bool:
         """Whether ``call`` would add a row."""
-        return self._is_on and not self._is_inside and self._thread == threading.get_ident() and self._wants()
+        return self._is_on and not self._is_inside and self._thread == threading.get_ident()
 
     def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """A module that is a row of its own is about to be called: its arguments, and what ``go_on`` is to be given."""
@@ -210,13 +230,6 @@ class TapeRecorder(TorchFunctionMode):
             roots = tuple(self._token(loss) for loss in losses)
             given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
-
-    def _wants(self) -> bool:
-        """Not for what a mode below torch's sees too (a trace, fake tensors), nor before gradients are needed."""
-        if _compat_modes.num_dispatch_modes() or _compat_modes.are_functions_transformed():
-            return False
-        tape = self.tape
-        return tape is not None and (torch.is_grad_enabled() or bool(tape.rows))
 
     def _noted(self, tree: Any) -> Any:
         """The arguments of a call, with tokens for tensors."""
@@ -246,7 +259,9 @@ class TapeRecorder(TorchFunctionMode):
             if mark is not None and mark[0]() is tensor and self.tape is not None:
                 self.tape.older = self._older[0]
                 return mark[1]
-        return Unseen() if tensor.grad_fn is not None else self._from_outside(tensor)
+        if tensor.grad_fn is not None or _compat_modes.is_transformed(tensor):
+            return Unseen()
+        return self._from_outside(tensor)
 
     def _from_outside(self, tensor: Tensor) -> Outside:
         known, version = self._outside.get(id(tensor)), _compat_modes.version(tensor)
@@ -286,10 +301,11 @@ class TapeRecorder(TorchFunctionMode):
         if not made:
             return
         code, at = self._position(frame)
-        autocast: tuple[bool, torch.dtype | None] = (False, None)
-        if _compat_modes.is_any_autocast_enabled():
-            autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        self._append((func, args, kwargs, code, at, torch.is_grad_enabled(), autocast, rng), made)
+        autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
+        self._append((func, args, kwargs, code, at, _is_grad_enabled(), autocast, rng), made)
+
+    def _autocast(self) -> tuple[bool, torch.dtype | None]:
+        return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 
     def _position(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
         """Where the program is, in the innermost of its functions."""
@@ -305,13 +321,17 @@ class TapeRecorder(TorchFunctionMode):
         return None, 0
 
     def _append(self, raw: tuple[Any, ...], made: list[Tensor]) -> None:
-        assert self.tape is not None
         number, self._next = self._next, self._next + 1
-        self.tape.rows[number] = raw
+        self._rows[number] = raw
         for place, tensor in enumerate(made):
             self._marks[id(tensor)] = ref(tensor), Made(number, place)
-        if len(self.tape.rows) >= self._sweep_at or self._num_calls >= _SWEEP_AFTER_CALLS:
-            self._sweep(self.tape)
+        self._look_at_length()
+
+    def _look_at_length(self) -> None:
+        tape = self.tape
+        if tape is not None and (len(tape.rows) >= self._sweep_at or self._num_calls >= _SWEEP_AFTER_CALLS):
+            self._sweep(tape)
+            self._rows = tape.rows
 
     def _sweep(self, tape: CallTape) -> None:
         """Removes the rows that no living tensor and no backward pass depends on."""
