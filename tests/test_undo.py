@@ -172,3 +172,21 @@ def test_a_buffer_may_be_taken_away_and_its_module_replaced() -> None:
     module[0](torch.full((4, 5), NAN))
     undo.undo_where_(UP)
     assert torch.equal(module[0].running_mean, torch.zeros(5))
+
+
+def test_what_was_noted_need_not_be_noted_again_until_something_is_written() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    undo = Undo(torch.device("cpu"))
+    undo.watch_buffers(model)
+    undo.note_()
+    assert undo.is_noted()
+    assert undo.are_finite()
+    model(torch.randn(4, 2))
+    assert not undo.is_noted(), "a forward pass of BatchNorm shows, though torch does not count all that it writes"
+    undo.note_()
+    model.eval()(torch.randn(4, 2))
+    assert undo.is_noted()
+    model[1].running_mean = torch.zeros(2)
+    assert not undo.is_noted(), "a tensor was replaced"
+    model[1].running_mean[0] = NAN
+    assert not undo.are_finite()
