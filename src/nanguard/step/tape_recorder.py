@@ -215,7 +215,8 @@ class TapeRecorder(TorchFunctionMode):
         """A module that is a row of its own is about to be called: its arguments, and what ``go_on`` is to be given."""
         if self.tape is None:
             return args, kwargs, False
-        return self._noted_for_module(args), self._noted_for_module(kwargs), self.pause()
+        was_on = self.pause()  # first: while it is on, reading a property of a tensor is a call of ours
+        return self._noted_for_module(args), self._noted_for_module(kwargs), was_on
 
     def after_module(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         if self.tape is not None and not self._is_inside:
