@@ -1041,7 +1041,7 @@ def neg_log(p: Tensor) -> Tensor:
         (lambda w: (w / (w - w)).sum(), "div", "div_by_zero"),
         (lambda w: ((w - w) / (w - w)).sum(), "div", "zero_over_zero"),
         (lambda w: (w / torch.zeros(2)).sum(), "div", "div_by_zero"),
-        (lambda w: torch.sqrt(w - 5).sum(), "sqrt", "sqrt_of_negative"),
+        (lambda w: torch.sqrt(w * (w - 5)).sum(), "sqrt", "sqrt_of_negative"),
         (lambda w: ((w - 5) ** 0.5).sum(), "pow", "pow_negative_base"),
         (lambda w: torch.acos(w + 1).sum(), "acos", "acos_asin_domain"),
         (lambda w: (torch.exp(w * 200) * (w - w)).sum(), "exp", "exp_overflow"),

@@ -865,3 +865,39 @@ def test_a_later_diagnosis_that_is_better_takes_the_place_in_the_last_line() -> 
     line = partial(closing_line, {"applied": 9, "skipped": 3}, unsound=(), refused_in_a_row=0)
     assert line([guessed, unknown]).endswith("; first known at step 1: overflow of an exponential (exp)")
     assert line([guessed, unknown, found]).endswith("; first known at step 3: non-finite data (mse_loss)")
+
+
+class Actor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Critic(Actor):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sub(1e3).log()  # the critic
+
+
+def test_of_several_networks_the_right_one_is_named() -> None:
+    actor, critic = Actor(), Critic()
+    with nanguard.install() as autopilot:
+        acts = torch.optim.SGD(actor.parameters(), lr=1e-3)
+        criticises = torch.optim.SGD(critic.parameters(), lr=1e-3)
+        for net, optimizer, value in ((actor, acts, NAN), (critic, criticises, 1.0)):
+            net(torch.full((2, 6), value)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        critic(actor(torch.ones(2, 6))).mean().backward()
+        acts.step()
+    data, own, other = (incident.diagnosis for incident in autopilot.incidents)
+    assert data is not None
+    assert own is not None
+    assert other is not None
+    assert (data.network, data.module, data.cause) == ("actor, trained by acts", "actor.layer", "input_nonfinite")
+    assert (own.network, own.module, own.cause) == ("critic, trained by criticises", "critic", "log_of_negative")
+    assert (other.network, other.module, other.cause) == ("actor, trained by acts", "critic", "log_of_negative")
+    assert "network   critic, trained by criticises" in str(own)

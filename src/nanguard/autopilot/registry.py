@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import weakref
@@ -61,6 +62,7 @@ class Registry:
         self.num_optimizers = 0
         """How many have been guarded, including those that no longer exist."""
         self._numbers = itertools.count(1)
+        self._networks: weakref.WeakKeyDictionary[HostedStep, str] = weakref.WeakKeyDictionary()
         self.has_guard = False
         self.unguarded: list[str] = []
 
@@ -134,10 +136,22 @@ class Registry:
             log.exception("%s is not guarded: nanguard failed to set it up", kind)
             self.unguarded.append(kind)
             return None
-        self._introduce(hosted)
         vars(optimizer)[_ATTRIBUTE] = hosted
+        self._networks[hosted] = _network_name(hosted, names)
         self._entries.append((weakref.ref(hosted), hosted.parts.journal))
+        self._introduce(hosted)
+        self._tell_networks()
         return hosted
+
+    def _tell_networks(self) -> None:
+        """If there are several optimizers, each is told which network it trains, and of the others."""
+        hosted_steps = self.hosted_steps
+        for hosted in hosted_steps if len(hosted_steps) > 1 else ():
+            hosted.parts.network = f"{self._networks.get(hosted, '')}, trained by {hosted.name}".removeprefix(", ")
+            hosted.parts.other_networks = functools.partial(self._others, weakref.ref(hosted))
+
+    def _others(self, ref: weakref.ref[HostedStep]) -> list[nn.Module]:
+        return [each.parts.state.own_model for each in self.hosted_steps if each is not ref()]
 
     def _make(
         self, optimizer: Optimizer, trained: nn.Module, roots: list[nn.Module], *, name: str, shares: bool
@@ -180,8 +194,10 @@ class Registry:
             log.exception("parameters that were added to %s are not guarded", type(hosted.optimizer).__name__)
             return hosted
         new.take_over(hosted)
+        self._networks[new] = self._networks.get(hosted, "")
         vars(hosted.optimizer)[_ATTRIBUTE] = new
         self._entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._entries]
+        self._tell_networks()
         return new
 
     def _introduce(self, hosted: HostedStep) -> None:
@@ -246,6 +262,12 @@ class Registry:
 
 def _identities(roots: Sequence[nn.Module]) -> set[int]:
     return {id(unwrapped(root)) for root in roots}
+
+
+def _network_name(hosted: HostedStep, names: Mapping[int, str]) -> str:
+    """The program's own names of the modules that an optimizer trains; their classes if they have none."""
+    called = (names.get(id(root)) or type(unwrapped(root)).__name__ for root in hosted.roots)
+    return " and ".join(dict.fromkeys(called))
 
 
 def hosted_step_of(optimizer: Optimizer) -> HostedStep | None:

@@ -71,7 +71,7 @@ class Live:
             return
         began = time.perf_counter()
         try:
-            trace = Trace(Modules(self._parts.state.own_model))
+            trace = Trace(Modules(self._parts.state.own_model, self._parts.other_networks()))
             introduce(trace, self._parts.state)
             for name, tensor in named_tensors(batch, "batch"):
                 trace.know(name, tensor, BATCH)

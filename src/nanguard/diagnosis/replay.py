@@ -42,7 +42,7 @@ class Replay:
         self._began = time.monotonic()
         self._written: set[str] = set()
         self._state = parts.state
-        self._modules = Modules(parts.state.own_model)
+        self._modules = Modules(parts.state.own_model, parts.other_networks())
         self._generators: list[Generator] = []
         self._data = dict(_data(pending))
 

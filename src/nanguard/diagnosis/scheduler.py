@@ -21,6 +21,7 @@ from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.search import BURST, SHARE
+from nanguard.diagnosis.trials import with_shown_samples
 from nanguard.records.diagnosis import Diagnosis, Fix
 from nanguard.records.steps import Reading
 from nanguard.source.frames import calling_line, source_of
@@ -122,7 +123,7 @@ class DiagnosisScheduler:
         self._seconds += time.monotonic() - began
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
-            diagnosis = self._with_known_modules(diagnosis)
+            diagnosis = replace(self._with_known_modules(diagnosis), network=self._parts.network)
             self._remember(diagnosis)
         return diagnosis
 
@@ -183,7 +184,8 @@ class DiagnosisScheduler:
             if reading.found not in self._traced:
                 self.live.search.found()
             exam = Exam(self._parts, pending, pending.live, past, None)
-            traced = replace(self._examiner.located(self._examiner.read(exam), exam, reading), capture="live")
+            seen = with_shown_samples(self._examiner.read(exam))
+            traced = replace(self._examiner.located(seen, exam, reading), capture="live")
             self._traced[reading.found] = traced
             return traced
         diagnosis = self._examiner.examine_update(pending, reading, past) if update else None

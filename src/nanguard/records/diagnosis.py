@@ -114,7 +114,8 @@ class Diagnosis:
 
     ``cause`` is the name of the cause, ``title`` the same in words. ``op`` is torch's name of the operation; for a
     fault in a derivative it is the forward op. ``module`` is the qualified name of the innermost module, ``""`` outside
-    of all modules; ``source`` is the user's line. ``because`` gives the cause in numbers. ``element`` is the index of
+    of all modules; ``source`` is the user's line. If a program trains several networks, ``network`` says which one
+    the step was of. ``because`` gives the cause in numbers. ``element`` is the index of
     the offending value, ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the
     dataset, if known. ``chain`` leads from the op to the
     non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
@@ -127,6 +128,7 @@ class Diagnosis:
     title: str = ""
     op: str = ""
     module: str = ""
+    network: str = ""
     source: Source | None = None
     is_line_traced: bool = True
     dtype: str = ""

@@ -25,6 +25,8 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """The name and text of each row of a panel."""
+    if diagnosis.network:
+        yield "network", diagnosis.network
     if diagnosis.op or diagnosis.module or diagnosis.source is not None:
         yield "where", _where(diagnosis)
     yield "why", ": ".join(filter(None, [diagnosis.words, diagnosis.because]))

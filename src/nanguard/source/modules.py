@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,10 +22,16 @@ _CALL = _compat.MODULE_CALL
 
 
 class Modules:
-    """The modules of a model, by name. Their calls are recorded between ``listen`` and ``stop``."""
+    """The modules of a model, by name. Their calls are recorded between ``listen`` and ``stop``.
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    ``others`` are further networks that its steps may call; their names say which network is meant.
+    """
+
+    def __init__(self, model: nn.Module | None = None, others: Sequence[nn.Module] = ()) -> None:
         named = [] if model is None else list(model.named_modules())
+        own = {id(module) for _, module in named}
+        for other in others:
+            named += [(name, module) for name, module in other.named_modules() if id(module) not in own]
         self._names = {id(module): plain_name(name) for name, module in reversed(named)}  # the first name wins
         self._methods: dict[CodeType, list[int]] = {}
         of_kind: dict[type, list[int]] = {}

@@ -51,8 +51,9 @@ class StepParts:
 
     ``microbatch_filter`` is None unless bad micro-batches are dropped. ``pending`` is the open step; ``begin``, ``end``
     and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
-    changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the
-    code with which the user can keep modules in fp32.
+    changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the code with
+    which the user can keep modules in fp32. If a program trains several networks, ``network`` names this one, and
+    ``other_networks`` are those that its steps may call too.
     """
 
     state: TrainingState
@@ -74,6 +75,8 @@ class StepParts:
     is_captured: bool = False
     careful_until: int = 0
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
+    network: str = ""
+    other_networks: Callable[[], Sequence[nn.Module]] = tuple
 
     @property
     def is_careful(self) -> bool:
