@@ -21,6 +21,7 @@ from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
 from nanguard.diagnosis.causes import titled
+from nanguard.diagnosis.slicing import ProgramSource
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.panel import panel
 from nanguard.records.steps import Action, Flags, Incident, Outcome, Reading, Verdict
@@ -901,3 +902,30 @@ def test_of_several_networks_the_right_one_is_named() -> None:
     assert (own.network, own.module, own.cause) == ("critic, trained by criticises", "critic", "log_of_negative")
     assert (other.network, other.module, other.cause) == ("actor, trained by acts", "critic", "log_of_negative")
     assert "network   critic, trained by criticises" in str(own)
+
+
+TWO_CLASSES = """
+class Encoder:
+    def loss(self, x):
+        return x.log()
+
+    def train(self, x):
+        loss = self.loss(x)
+        loss.backward()
+
+class Decoder(Base):
+    def loss(self, x):
+        return (x + 1).log()
+
+class Other(Decoder):
+    def train(self, x):
+        self.loss(x).sum().backward()
+"""
+
+
+def test_a_method_is_looked_for_in_its_own_class_and_its_bases(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(TWO_CLASSES)
+    program = ProgramSource((str(file),))
+    assert [source.line for source in program.lines_behind(str(file), 8, "log")] == [4]
+    assert [source.line for source in program.lines_behind(str(file), 16, "log")] == [12]

@@ -99,7 +99,7 @@ def read(
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf
             cause = "zero_over_zero"
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
-    source = _line_of(graph_finding)
+    source, is_behind = _line_of(graph_finding)
     return replace(
         with_remedy(diagnosis),
         op=graph_finding.op,
@@ -110,7 +110,7 @@ def read(
         chain=(),
         harmless=(),
         trail=(),
-        confidence="guess" if source is None else "likely",
+        confidence="likely" if is_behind else "guess",
         capture="graph",
         step=reading.step,
         epoch=reading.epoch,
@@ -243,15 +243,12 @@ def _saved(node: Any, name: str) -> Tensor | None:
 # ---- the line --------------------------------------------------------------------------------------------------------
 
 
-def _line_of(graph_finding: GraphFinding) -> Source | None:
-    """The only line behind the loss that calls this op, or else the only such line of the program."""
+def _line_of(graph_finding: GraphFinding) -> tuple[Source | None, bool]:
+    """The only line behind the loss that calls this op (True), or else the only such line of the program (False)."""
     if graph_finding.backward_at is None:
-        return None
+        return None, False
     file, number, _ = graph_finding.backward_at
     program = ProgramSource(tuple(dict.fromkeys((file, *user_files([])))))
-    for lines in (program.lines_behind(file, number, graph_finding.op), program.lines_with(graph_finding.op)):
-        if len(lines) == 1:
-            return lines[0]
-        if lines:
-            return None
-    return None
+    behind, everywhere = program.lines_behind(file, number, graph_finding.op), program.lines_with(graph_finding.op)
+    found = behind or everywhere
+    return (found[0], bool(behind)) if len(found) == 1 else (None, False)

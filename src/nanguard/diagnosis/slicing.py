@@ -40,23 +40,26 @@ class ProgramSource:
     files: tuple[str, ...]
     functions: dict[str, list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]] = field(default_factory=dict)
     _scopes: dict[int, Scope] = field(default_factory=dict)
+    _classes: dict[int, ast.ClassDef] = field(default_factory=dict)
     _constants: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for file in self.files:
             tree = parsed(file)
             if tree is not None:
-                self._enter(file, tree, tree)
+                self._enter(file, tree, tree, None)
                 self._constants |= set(_nonfinite_constants(tree))
 
-    def _enter(self, file: str, node: ast.AST, scope: Scope) -> None:
+    def _enter(self, file: str, node: ast.AST, scope: Scope, inside: ast.ClassDef | None) -> None:
         for child in ast.iter_child_nodes(node):
             self._scopes[id(child)] = scope
+            if inside is not None:
+                self._classes[id(child)] = inside
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions.setdefault(child.name, []).append((file, child))
-                self._enter(file, child, child)
+                self._enter(file, child, child, inside)
             else:
-                self._enter(file, child, scope)
+                self._enter(file, child, scope, child if isinstance(child, ast.ClassDef) else inside)
 
     def function_of(self, node: ast.AST) -> str:
         """The name of the function that contains a node, ``""`` if it is in none."""
@@ -129,10 +132,21 @@ class ProgramSource:
                     yield file, node, node.value
         for call in ast.walk(value):
             if isinstance(call, ast.Call):
-                for other, function in self.functions.get(last_name(call.func), ()):
+                for other, function in self._called(call, statement):
                     for node in ast.walk(function):
                         if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
                             yield other, node, node.value
+
+    def _called(
+        self, call: ast.Call, statement: ast.AST
+    ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """The functions that a call may mean: ``self.loss(...)`` is a method of the same class or of its bases."""
+        found, here = self.functions.get(last_name(call.func), ()), self._classes.get(id(statement))
+        if here is None or not (isinstance(call.func, ast.Attribute) and last_name(call.func.value) == "self"):
+            yield from found
+            return
+        names = {here.name, *map(last_name, here.bases)}
+        yield from (each for each in found if getattr(self._classes.get(id(each[1])), "name", "") in names)
 
 
 def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
