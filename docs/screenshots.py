@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browsing import browser, look_at, shoot  # noqa: E402  (the tests' own browser)
 
 ASSETS = ROOT / "docs" / "assets"
-COLUMNS, ROWS = 132, 50
+COLUMNS, ROWS = 100, 50
 PAGE = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #16181d; }}
 pre {{ margin: 0; padding: 18px 22px; width: max-content; }}

@@ -740,7 +740,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_what_nanguard_run_saved_is_replayed_without_an_entry(tmp_path: Path) -> None:
+def test_what_nanguard_run_saved_is_replayed_without_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     (tmp_path / "builds.py").write_text(BUILDS)
     ran = command(tmp_path, "run", "--capture", "full", "train.py", "7")
@@ -750,9 +750,10 @@ def test_what_nanguard_run_saved_is_replayed_without_an_entry(tmp_path: Path) ->
     assert told.returncode == 0, told.stderr
     assert "reproduced: div_by_zero" in told.stdout or "reproduced: zero_over_zero" in told.stdout
     assert "run again up to step 0" in told.stdout, "its weights were saved"
-    assert f"  nanguard replay {place}\n" in command(tmp_path, "explain", place).stdout
-    wrong = command(tmp_path, "replay", place, "--entry", "builds.py:biuld")
-    assert (wrong.returncode, "builds.py has no function 'biuld'" in wrong.stderr) == (2, True)
+    monkeypatch.chdir(tmp_path)
+    assert f"  nanguard replay {place}\n" in run("explain", place).stdout
+    wrong = run("replay", place, "--entry", "builds.py:biuld")
+    assert (wrong.exit_code, "builds.py has no function 'biuld'" in wrong.stderr) == (2, True)
     assert not (tmp_path / "was-run").exists(), "the file was only read"
     entry = command(tmp_path, "replay", place, "--entry", "builds.py:build")
     assert (entry.returncode, entry.stdout.partition("\n")[0]) == (0, told.stdout.partition("\n")[0])
@@ -764,6 +765,15 @@ def test_without_saved_weights_the_program_runs_up_to_the_step(tmp_path: Path) -
     told = command(tmp_path, "replay", "nanguard-runs/train")
     assert told.returncode == 0, told.stderr
     assert "run again up to step 3" in told.stdout
+    assert told.stderr.startswith(f"running {tmp_path / 'train.py'} 7 again, up to step 3\n")
+    log = tmp_path / "nanguard-runs" / "train" / "run.jsonl"
+    (log.parent / "other.py").write_text("print('it was run')")
+    honest = log.read_text()
+    log.write_text(honest.replace(str(tmp_path / "train.py"), str(log.parent / "other.py")))
+    refused = run("replay", log.parent)
+    assert (refused.exit_code, "is in the folder of the run" in refused.stderr) == (2, True)
+    assert "it was run" not in refused.stdout + refused.stderr
+    log.write_text(honest)
     (tmp_path / "train.py").write_text("print('nothing')")
     gone = command(tmp_path, "replay", "nanguard-runs/train")
     assert (gone.returncode, "train.py ended before step 3 called its model" in gone.stderr) == (2, True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail, say
+from nanguard.cli.speech import fail, printable, say
+
+if TYPE_CHECKING:
+    from nanguard.incidents.reader import Bundle
+    from nanguard.replay.entry import BuiltProgram
 
 EXAMPLES = (
     "nanguard replay nanguard-runs/train --pdb",
@@ -46,13 +50,12 @@ def replay(
     from nanguard.replay import rerun
     from nanguard.replay.debugger import debug
     from nanguard.replay.entry import build
-    from nanguard.replay.program import from_program
 
     out = Console(highlight=False)
     try:
         bundle = words.read(path)
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            stage = rerun.prepare(bundle, from_program(bundle) if entry is None else build(entry, seed))
+            stage = rerun.prepare(bundle, _found(bundle) if entry is None else build(entry, seed))
             replayed = rerun.replay(stage)
             if pdb and replayed.diagnosis is not None:
                 typer.echo(words.outcome(replayed, bundle), err=as_json)
@@ -67,3 +70,12 @@ def replay(
     elif not pdb or replayed.diagnosis is None:
         say(out, words.outcome(replayed, bundle))
     raise typer.Exit(replayed.status)
+
+
+def _found(bundle: Bundle) -> BuiltProgram:
+    """The model of the program that nanguard run has run. Prints which program that is before it is run."""
+    from nanguard.replay.program import from_program, program_of
+
+    program = program_of(bundle)
+    typer.echo(printable(str(program)), err=True)
+    return from_program(bundle, program)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,28 +80,53 @@ class _Calls(Observer):
         self.depth -= 1
 
 
-def from_program(bundle: Bundle) -> BuiltProgram:
-    """Runs the program of the incident until it calls its model, and returns that model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownProgram:
+    """The program of an incident of ``nanguard run``, and the step up to which it has to be run again."""
 
-    If the weights were saved, the first call is enough. Else it runs up to the step of the incident, guarded, as it did
-    then. Raises ``ReplayError`` if the program is not known, raises, or never gets there.
+    script: str
+    argv: tuple[str, ...]
+    step: int
+
+    def __str__(self) -> str:
+        return f"running {shlex.join([self.script, *self.argv])} again, up to step {self.step:,}"
+
+
+def program_of(bundle: Bundle) -> KnownProgram:
+    """The program that the log of the run names. Raises ``ReplayError`` if it names none.
+
+    If the weights were saved, the first step is enough. A file in the folder of the run itself is refused: the folder
+    may come from somewhere else.
     """
     header = header_of(bundle)
-    script, argv = header.get("script"), header.get("argv") or ()
+    script, argv = header.get("script"), header.get("argv")
     if not isinstance(script, str) or not script:
         raise ReplayError(f"the program of {bundle.path} is not known: {_NO_PROGRAM}")
+    folder = bundle.path.resolve().parent.parent
+    if Path(script).resolve().is_relative_to(folder):
+        raise ReplayError(f"{script} is in the folder of the run, and is not run for that reason: {_NO_PROGRAM}")
+    step = 0 if "weights" in bundle.captured else bundle.outcome.verdict.reading.step
+    given = argv if isinstance(argv, (list, tuple)) else ()
+    return KnownProgram(script=script, argv=tuple(str(each) for each in given), step=step)
+
+
+def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
+    """Runs the program, guarded, until it calls its model in the step, and returns that model.
+
+    Raises ``ReplayError`` if the program raises or never gets there.
+    """
+    script, step = program.script, program.step
     saved = bundle.batches()
     calls = calls_in(saved[0]) if saved and is_calls(saved[0]) else []
-    step = 0 if "weights" in bundle.captured else bundle.outcome.verdict.reading.step
     found = _Calls(step=step, number=max(1, len(calls)))
-    _run(script, [str(each) for each in argv], found)
+    _run(script, program.argv, found)
     if len({id(module) for module in found.seen}) > 1:
         raise ReplayError(f"the step calls several models, so it is not clear which one to replay: {_NO_PROGRAM}")
     notes = [f"the model is that of {Path(script).name}, which was run again up to step {step:,}"]
     notes.append("only the calls of the model are run again, not what the program does with their results")
     if step:
         notes.append("without a fixed seed in the program its weights are others than in the run")
-    policy = header.get("policy")
+    policy = header_of(bundle).get("policy")
     if step and isinstance(policy, dict) and policy.get("ladder") != describe(patient_policy())["ladder"]:
         notes.append("the run had another policy; the steps before may have been answered otherwise")
     return BuiltProgram(
