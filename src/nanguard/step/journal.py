@@ -105,7 +105,8 @@ class Journal:
             self.counts["rolled_back"] += 1
         self.observers.on_incident(incident)
         if outcome.action.response == "halt":
-            raise NonFiniteError(halt_message(incident, known=self._known_before()), incident)
+            text = fitted(halt_message(incident, known=self._known_before()), terminal_width())
+            raise NonFiniteError(text, incident)
 
     def lose(self, number: int) -> None:
         """So many steps that were in flight had no effect and cannot be run again."""
