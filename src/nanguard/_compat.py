@@ -396,6 +396,16 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return registered
 
 
+def divisor_of(loss: Tensor) -> float:
+    """The number that the loss was divided by in the last op that made it; 1 if there was none. Does not sync."""
+    node = loss.grad_fn
+    kind = type(node).__name__
+    other = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
+    if not isinstance(other, Tensor) or other.device.type != "cpu" or other.numel() != 1 or not float(other):
+        return 1.0
+    return float(other) if kind == "DivBackward0" else round(1 / float(other), 6)
+
+
 def schedulers_inside(scheduler: Any) -> Sequence[Any]:
     """Those that a ``SequentialLR`` or a ``ChainedScheduler`` calls."""
     inside: Sequence[Any] = getattr(scheduler, "_schedulers", ())

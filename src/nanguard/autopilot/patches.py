@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nanguard import _compat
 from nanguard.autopilot.monitor import ProgramMonitor
+from nanguard.hosted.clipping import clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
 from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
@@ -45,6 +47,10 @@ class Patches:
         self._replace(_compat.loader_iterator(), "__next__", self._fetch)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
+        for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
+            self._replace(clip_grad, name, make)
+            self._saved.append((nn.utils, name, getattr(nn.utils, name)))
+            setattr(nn.utils, name, getattr(clip_grad, name))
 
     def remove(self) -> None:
         while self._saved:
@@ -192,6 +198,33 @@ class Patches:
             return batch
 
         return fetch
+
+    def _clip_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        monitor = self._monitor
+
+        def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if _compat.is_recording() or monitor.is_idle:
+                return original(parameters, max_norm, *args, **kwargs)
+            parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+            norm = original(parameters, max_norm, *args, **kwargs)
+            clipped_to_norm(monitor.hosted_steps, parameters, norm, max_norm)
+            return norm
+
+        return clip
+
+    def _clip_value(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        monitor = self._monitor
+
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            if _compat.is_recording() or monitor.is_idle:
+                original(parameters, *args, **kwargs)
+                return
+            parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+            before = total_norm(parameters)
+            original(parameters, *args, **kwargs)
+            clipped_by_value(monitor.hosted_steps, parameters, before)
+
+        return clip
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: GradScaler, outputs: Any) -> Any:

@@ -71,9 +71,12 @@ class StepCoordinator:
     def note_losses(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """The losses of this iteration, without their graphs. A scaled one is noted as it was before scaling."""
         self.begin_iteration()
-        seen = [_alone(getattr(loss, "_nanguard_loss", loss)) for loss in losses]
+        unscaled = [getattr(loss, "_nanguard_loss", loss) for loss in losses]
+        seen = [_alone(loss) for loss in unscaled]
         self.iteration.losses += seen
-        del self.iteration.losses[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
+        self.iteration.divisors += map(_compat.divisor_of, unscaled)
+        for noted in (self.iteration.losses, self.iteration.divisors):
+            del noted[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
         return seen
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:

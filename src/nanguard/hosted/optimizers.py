@@ -79,6 +79,15 @@ def makes_finite_updates(optimizer: Optimizer) -> bool:
     return size > _LARGEST_COPY or (traits.update_is_finite and not divides_by_zero)
 
 
+def num_steps_made(optimizer: Optimizer) -> int:
+    """How many steps its state counts, after a resume; 0 if it counts none. May sync, if there is such state."""
+    for state in optimizer.state.values():
+        count = state.get("step") if isinstance(state, dict) else None
+        if isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1):
+            return max(0, int(float(count)))
+    return 0
+
+
 def _is_zero(eps: Any) -> bool:
     """A number, or a tensor with one number. Optimizers of the program may keep anything else under this name."""
     if isinstance(eps, Tensor):

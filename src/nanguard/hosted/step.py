@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from nanguard import _compat
 from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
+from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.names import names_in_sight
-from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates
+from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates, num_steps_made
 from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.trained_modules import TrainedModules
@@ -137,6 +138,8 @@ class HostedStep(UncheckedSteps):
         """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
+        self.parts.first_step = self.parts.num_steps = num_steps_made(optimizer)
+        self.clipping = ProgramClipping(optimizer, device)
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
         self._are_scaled = False
@@ -181,6 +184,7 @@ class HostedStep(UncheckedSteps):
             self.parts.last_forward.follow_()
             return
         self.parts.last_forward.mend_in_any_case_()
+        self.clipping.forget()
         self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
         self.parts.last_forward.begin_(self.parts.buffers)
 
@@ -317,7 +321,8 @@ class HostedStep(UncheckedSteps):
         self.parts.journal.close(steps=self.parts.num_steps)
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
-        losses = self._losses_that_count(this)
+        losses = _undivided(self._losses_that_count(this), this.divisors)
+        pending.before_clipping = self.clipping.take()
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
@@ -364,3 +369,11 @@ class HostedStep(UncheckedSteps):
     def _was_refused(self) -> bool:
         last = self.parts.journal.last
         return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"
+
+
+def _undivided(losses: list[Tensor], divisors: Sequence[float]) -> list[Tensor]:
+    """If the program divides the loss of each micro-batch by their number, its loss is what it was before that."""
+    first = divisors[0] if divisors else 0.0
+    if len(divisors) < 2 or first < len(divisors) or any(divisor != first for divisor in divisors):
+        return losses
+    return [loss * first for loss in losses]

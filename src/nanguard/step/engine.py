@@ -226,8 +226,8 @@ class StepEngine:
         self._after_step()
 
     def _before_the_first_step(self) -> None:
-        if self.ring is not None and self.parts.num_steps == 0:
-            self.ring.take_first()
+        if self.ring is not None and self.parts.num_steps == self.parts.first_step:
+            self.ring.take_first(self.parts.first_step)
 
     def _after_step(self) -> None:
         """Takes a snapshot if one is due. Inside ``guard.epoch`` this happens between two batches instead."""

@@ -72,6 +72,8 @@ class StepParts:
     modules: list[nn.Module]
     pending: PendingStep | None = None
     num_steps: int = 0
+    first_step: int = 0
+    """The number of the first step that this process makes."""
     is_captured: bool = False
     careful_until: int = 0
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
@@ -238,9 +240,7 @@ class StepParts:
             batch=pending.batch,
             loss=reply.loss if pending.knows_loss else math.nan,
             mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
-            norms=reply.norms
-            if self.precision.scaler is None
-            else self.precision.scaler.in_true_size(reply.norms, reply.scale),
+            norms=self._norms(pending, reply),
             lrs=pending.lrs,
             scale=None if self.precision.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
@@ -262,6 +262,18 @@ class StepParts:
             buffers=buffers,
             ranks=self.ranks.culprits(reply.votes),
         )
+
+    def _norms(self, pending: PendingStep, reply: MeasuredValues) -> tuple[float, ...]:
+        """Of each group, in true size, before any clipping."""
+        norms = reply.norms
+        if self.precision.scaler is not None:
+            norms = self.precision.scaler.in_true_size(norms, reply.scale)
+        if pending.before_clipping is None:
+            return norms
+        divisors, pending.before_clipping = pending.before_clipping.read(), None
+        if len(divisors) != len(norms):
+            return norms
+        return tuple(d if math.isinf(d) else norm * d for norm, d in zip(norms, divisors, strict=True))
 
     def judge(self, reading: Reading) -> Verdict:
         """What the reading says by itself."""

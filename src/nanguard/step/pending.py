@@ -87,6 +87,8 @@ class PendingStep:
     layout: MeasurementLayout = EMPTY_LAYOUT
     measured: MeasuredValues | None = None
     readback: PendingCopy | None = None
+    before_clipping: PendingCopy | None = None
+    """By what the program has divided the gradients of each group."""
     verdict: Verdict | None = None
     latches: bool = True
     is_spoiled: bool = False

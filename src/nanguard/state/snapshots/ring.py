@@ -130,17 +130,17 @@ class SnapshotRing:
         if step >= self._next and self._candidate is None and self._is_calm():
             self.take(step)
 
-    def take_first(self) -> None:
-        """Before the first step: this state was looked at when the guard was made, and is good.
+    def take_first(self, step: int) -> None:
+        """Before the first step, number ``step``: this state was looked at when the guard was made, and is good.
 
         Not if the place depends on how much memory training leaves free, which is not known yet.
         """
         on_cpu = self._state.device.type == "cpu"
         if not self._good and self._candidate is None and (on_cpu or self._copier is not None):
-            self.take(0)
+            self.take(step)
             if self._candidate is not None:
                 self._keep_candidate()
-                self._next = 1
+                self._next = step + 1
 
     def take(self, step: int) -> None:
         """Takes a snapshot now. If memory runs out, that is logged, and training goes on with none."""
