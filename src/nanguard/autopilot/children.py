@@ -1,18 +1,29 @@
-"""Processes that the program starts. They are not guarded, which the closing line mentions.
+"""Processes that the program starts.
 
-A forked process reports whether it computes gradients, through a shared byte of memory. Nothing is known about a
-spawned one, so it counts, unless it is a worker of a DataLoader or a server of ``multiprocessing``.
+Functions that run in a ``multiprocessing.Process``, forked or spawned, are guarded there. Others are not, which the
+closing line mentions: a forked process reports whether it computes gradients, through a shared byte of memory. Nothing
+is known about a spawned one, so it counts, unless it is a worker of a DataLoader or a server of ``multiprocessing``.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import multiprocessing
 import multiprocessing.process
 import os
+import pickle
+import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from nanguard.autopilot.child import ChildResults, GuardedTarget, read_results
+from nanguard.hosted.settings import Settings
+
+log = logging.getLogger("nanguard")
 
 _MOST = 4096
 _TRAINS, _GUARDED = 1, 2
@@ -21,7 +32,9 @@ _TRAINS, _GUARDED = 1, 2
 class Children:
     """The child processes of this process. ``when_forked`` is called in forked processes when they begin."""
 
-    def __init__(self, when_forked: Callable[[], None]) -> None:
+    def __init__(self, when_forked: Callable[[], None], settings: Settings) -> None:
+        self._settings = settings
+        self._results: tempfile.TemporaryDirectory[str] | None = None
         self._pid = os.getpid()
         self._states = mmap.mmap(-1, _MOST)
         self._num_forked = 0
@@ -43,6 +56,27 @@ class Children:
         method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
         return method != "fork" and self.is_parent and not _is_helper(process)
 
+    def guard(self, process: multiprocessing.process.BaseProcess) -> bool:
+        """Lets the function of a process that is about to be started run guarded. False if it has none, or cannot."""
+        known: Any = process
+        target = getattr(known, "_target", None)
+        if target is None or not self.is_parent or _is_helper(process):
+            return False
+        try:
+            pickle.dumps(self._settings)  # a rung of the user's own may not be fit for it
+            if self._results is None:
+                self._results = tempfile.TemporaryDirectory(prefix="nanguard-", ignore_cleanup_errors=True)
+        except Exception as error:
+            log.warning("a child process is not guarded: %s", error)
+            return False
+        known._target = GuardedTarget(target, self._settings, self._results.name)
+        return True
+
+    @property
+    def results(self) -> ChildResults:
+        """Of the guarded ones that have trained and ended."""
+        return ChildResults(counts=Counter()) if self._results is None else read_results(Path(self._results.name))
+
     def trains(self) -> None:
         """In a forked process: it computes gradients."""
         self._tell(_TRAINS)
@@ -63,10 +97,10 @@ class Children:
 
 
 def _is_helper(process: multiprocessing.process.BaseProcess) -> bool:
-    """A worker of a DataLoader, or the server of a ``multiprocessing.Manager``."""
+    """A worker of a DataLoader or of a pool, or the server of a ``multiprocessing.Manager``."""
     target: Any = getattr(process, "_target", None)
-    is_server = getattr(target, "__name__", "") == "_run_server"
-    return is_server or getattr(target, "__module__", "").startswith("torch.utils.data.")
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch.utils.data.", "multiprocessing.", "concurrent."))
 
 
 def _watch_forks(children: Children, when_forked: Callable[[], None]) -> None:

@@ -83,6 +83,11 @@ class Autopilot:
         return self._monitor.children.count
 
     @property
+    def of_children(self) -> str:
+        """What became of the processes that were guarded too, in words; empty if there were none."""
+        return str(self._monitor.children.results)
+
+    @property
     def is_of_parent(self) -> bool:
         """Whether this is a forked process, which the autopilot of its parent does not guard."""
         return not self._monitor.children.is_parent
@@ -125,8 +130,8 @@ def install(
     loss or gradient is skipped, buffers are put back, and the origin of the NaN or Inf is logged.
 
     If it is called again with the same settings, as in a notebook cell that is run twice, it returns the first one.
-    With other settings the first one ends, as by ``uninstall()``, and a new one begins. A forked or spawned process is
-    not guarded by what its parent has installed: call ``install()`` in it too.
+    With other settings the first one ends, as by ``uninstall()``, and a new one begins. Functions that run in a
+    ``multiprocessing.Process`` are guarded there too; a process that is made by ``os.fork()`` has to call it itself.
 
     Args:
         policy: what to do about bad steps. The default skips them as long as the run makes progress, and rolls
@@ -165,6 +170,16 @@ def install(
             "under it are not guarded any more; make them again"
         )
         first.uninstall()
+    return begin(settings)
+
+
+def begin_in_child(settings: Settings) -> Autopilot | None:
+    """In a process that a guarded program has started. None if it is guarded already."""
+    first = Autopilot._installed
+    if first is not None and not first.is_of_parent:
+        return None
+    if first is not None:
+        first.abandon()
     return begin(settings)
 
 

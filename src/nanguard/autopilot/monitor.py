@@ -50,7 +50,7 @@ class ProgramMonitor:
         self._busy, self._backward = Busy(self.taper), Nesting()
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
-        self.children = Children(self._leave_alone)
+        self.children = Children(self._leave_alone, settings)
 
     # ---- what the program does -----------------------------------------------------------------------------------
 

@@ -161,8 +161,9 @@ class Patches:
 
         def start(process: BaseProcess) -> None:
             may_train = children.may_train(process)  # before it starts: a process that runs has dropped its target
+            is_guarded = children.guard(process)
             original(process)
-            children.num_spawned += may_train
+            children.num_spawned += may_train and not is_guarded
 
         return start
 

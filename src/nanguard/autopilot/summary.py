@@ -16,7 +16,7 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         if autopilot.has_guard:
             return "nothing to do, since the program has a Guard of its own"
         none = "nothing to guard, since no gradients were computed in this process"
-        return none + _children(autopilot.num_children)
+        return autopilot.of_children.removeprefix("; ") or none + _children(autopilot.num_children)
     told = closing_line(
         autopilot.counts,
         autopilot.incidents,
@@ -24,7 +24,7 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         refused_in_a_row=autopilot.refused_in_a_row,
         num_not_kept=autopilot.num_not_kept,
     )
-    return told + _children(autopilot.num_children)
+    return told + autopilot.of_children + _children(autopilot.num_children)
 
 
 def _children(number: int) -> str:
