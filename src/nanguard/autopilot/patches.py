@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
+from torch.optim import Optimizer, swa_utils
 from torch.utils.data import DataLoader
 
 from nanguard import _compat
+from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.hosted.clipping import clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
@@ -47,6 +48,7 @@ class Patches:
         self._replace(_compat.loader_iterator(), "__next__", self._fetch)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
+        self._replace(swa_utils, "update_bn", self._update_bn)
         for name, make in (("clip_grad_norm_", self._clip_norm), ("clip_grad_value_", self._clip_value)):
             self._replace(clip_grad, name, make)
             self._saved.append((nn.utils, name, getattr(nn.utils, name)))
@@ -199,6 +201,15 @@ class Patches:
             return batch
 
         return fetch
+
+    def _update_bn(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        monitor = self._monitor
+
+        def update(loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            data = loader if monitor.is_idle else without_bad_batches(loader, model)
+            return original(data, model, *args, **kwargs)
+
+        return update
 
     def _clip_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         monitor = self._monitor

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanguard.autopilot.averages import unsound_averages
 from nanguard.autopilot.live_modules import LiveModules
 from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
@@ -246,7 +247,8 @@ class Registry:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
-        return tuple(name for hosted in self.hosted_steps for name in hosted.unsound())
+        trained = tuple(name for hosted in self.hosted_steps for name in hosted.unsound())
+        return trained + unsound_averages(self.live_modules)
 
     def close(self) -> None:
         """Processes what is under way and ends the run log."""
