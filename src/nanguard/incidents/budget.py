@@ -43,6 +43,11 @@ class Budget:
         self._leave_out()
         return "none"
 
+    def failed(self) -> None:
+        """One that was allowed could not be written. Its kind still counts: a full disk is not tried for ever."""
+        self.num_left_out += 1
+        self._warned.add("kind")
+
     def room(self) -> int:
         """How many bytes may still be written."""
         return max(0, self._size_limit - sum(map(_size, self._existing())))

@@ -102,6 +102,7 @@ class Bundles:
         self.capture = capture
         self._precision, self._rank, self._world_size = precision, rank, world_size
         self._batch_limit, self._weights_limit, self._most = batch_limit, weights_limit, most
+        self._has_failed = False
         self._budget = Budget(lambda: folders(self._run_dir.path), most=most, size_limit=total_limit)
 
     @property
@@ -198,7 +199,10 @@ class Bundles:
     def _give_up(self, step: int, error: Exception) -> None:
         # As text: a log record that holds the error would keep its frames alive, and with them a whole batch.
         why = f"{type(error).__name__}: {error}"
-        log.warning("step %d: the incident could not be saved to %s (%s); the run goes on", step, self.folder, why)
+        self._budget.failed()
+        level, self._has_failed = logging.INFO if self._has_failed else logging.WARNING, True
+        told = "step %d: the incident could not be saved to %s (%s); the run goes on, and tells this only once"
+        log.log(level, told, step, self.folder, why)
 
     # ---- collecting ----------------------------------------------------------------------------------------------
 

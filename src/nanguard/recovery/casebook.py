@@ -67,6 +67,7 @@ class Casebook:
         if self._bundles is None or kept is None:
             return ""
         path = self._bundles.write(self._parts.journal.next_number, outcome, kept)
+        self._parts.journal.num_not_kept = self._bundles.num_left_out
         return "" if path is None else as_seen(path)
 
     @property

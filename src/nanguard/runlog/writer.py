@@ -114,6 +114,7 @@ class _Pages:
         self._works = True
         self._is_worth_keeping = False
         self._is_begun = False
+        self._header = b""
         self._lines: list[str] = []
         self._held: deque[StepFacts] = deque(maxlen=AROUND)
         self._all_for = AROUND
@@ -153,6 +154,8 @@ class _Pages:
         now = time.time()
         line = {"event": event, "time": round(now, 3), **fields, **self._by}
         self._lines.append(json.dumps(plain(line), allow_nan=False) + "\n")
+        if event == "run":
+            self._header = self._lines[-1].encode("utf-8")
         self._flush(now)
 
     def finish(self) -> None:
@@ -205,6 +208,9 @@ class _Pages:
             if not self._is_begun:
                 data = _after_torn_line(file) + data
                 self._is_begun = True
+            elif file.seek(0, os.SEEK_END) == 0:
+                log.warning("%s was removed during the run: a new one begins here", path)
+                data = self._header + data
             while data:
                 data = data[file.write(data) :]
 
