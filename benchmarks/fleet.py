@@ -12,6 +12,7 @@ run is over. Of a run only ``build``, ``make_scaler`` and the entries ``precisio
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
@@ -19,7 +20,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +85,9 @@ def observe_policy() -> Policy:
     )
 
 
-def train(program: ModuleType, seed: int, watcher: Watcher | None, steps: int | None = None) -> Iterator[TrainedStep]:
+def train(
+    program: ModuleType, seed: int, watcher: Watcher | None, steps: int | None = None
+) -> Generator[TrainedStep, None, None]:
     """Yields after each step. ``watcher`` None trains without nanguard."""
     run = program.RUN
     torch.manual_seed(seed)
@@ -95,44 +98,51 @@ def train(program: ModuleType, seed: int, watcher: Watcher | None, steps: int | 
     if watcher is not None:
         policy = observe_policy()
         loop = HostedLoop(model, optimizer, policy=policy, observers=observers, diagnose="off", capture="none")
-    dtype = _DTYPES.get(run["precision"])
-    for step in range(run["steps"] if steps is None else min(steps, run["steps"])):
-        batch = batch_of(step)
-        optimizer.zero_grad()
+    try:
+        dtype = _DTYPES.get(run["precision"])
+        for step in range(run["steps"] if steps is None else min(steps, run["steps"])):
+            batch = batch_of(step)
+            optimizer.zero_grad()
+            if loop is not None:
+                loop.before_forward()
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                loss = loss_fn(model, batch)
+            if loop is not None:
+                loop.after_forward(loss)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            if loop is not None:
+                loop.measure(optimizer, grad_scaler=scaler)
+            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            if run.get("max_norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), run["max_norm"])
+            update = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
+            if loop is None:
+                update()
+            else:
+                loop.step(optimizer, update, grad_scaler=scaler)
+            if scaler is not None:
+                scaler.update()
+            if scheduler is not None:
+                scheduler.step()
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            yield TrainedStep(model, loss.item(), scale, scaler is not None, finite)
+    finally:
         if loop is not None:
-            loop.before_forward()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss = loss_fn(model, batch)
-        if loop is not None:
-            loop.after_forward(loss)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if loop is not None:
-            loop.measure(optimizer, grad_scaler=scaler)
-        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-        if run.get("max_norm"):
-            nn.utils.clip_grad_norm_(model.parameters(), run["max_norm"])
-        update = optimizer.step if scaler is None else lambda: scaler.step(optimizer)
-        if loop is None:
-            update()
-        else:
-            loop.step(optimizer, update, grad_scaler=scaler)
-        if scaler is not None:
-            scaler.update()
-        if scheduler is not None:
-            scheduler.step()
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        yield TrainedStep(model, loss.item(), scale, scaler is not None, finite)
-    if loop is not None:
-        loop.close()
+            loop.close()
 
 
 def watch(program: ModuleType, seed: int, watcher: Watcher) -> Watched:
     """Runs one program to its first failure, or to its end."""
+    with contextlib.closing(train(program, seed, watcher)) as steps:
+        return _watch(steps)
+
+
+def _watch(steps: Iterator[TrainedStep]) -> Watched:
     seen = Watched()
     before: list[Tensor] = []
-    for step, made in enumerate(train(program, seed, watcher)):
+    for step, made in enumerate(steps):
         seen.losses.append(made.loss)
         weights = [p.detach().clone() for p in made.model.parameters()]
         same = bool(before) and all(map(torch.equal, before, weights))
@@ -153,9 +163,8 @@ def diverged_at(losses: list[float]) -> int | None:
     means = [math.fsum(losses[i : i + _BEST_OF]) / _BEST_OF for i in range(len(losses) - _BEST_OF + 1)]
     if not means or min(means) <= 0:
         return None
-    limit = 3 * min(means)
-    last_good = max((place for place, mean in enumerate(means) if mean <= limit), default=len(means))
-    return None if last_good >= len(means) - 1 else last_good + _BEST_OF
+    last_good = max(place for place, loss in enumerate(losses) if loss <= 3 * min(means))
+    return None if last_good == len(losses) - 1 else last_good + 1
 
 
 def alerts_of(monitor: Monitor) -> list[dict[str, Any]]:

@@ -5,10 +5,12 @@ The step itself is not changed: each op is called as it is, and its operands and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,10 +101,13 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Not with torch's global hooks: ``torch.compile`` warns about them.
         """
-        self._replaced = _compat.module_call()
-        if getattr(self._replaced, "is_probe", False):
-            return
-        self._call = self._listening_to(self._replaced)
+        current = _compat.module_call()
+        while (other := getattr(current, "probe", None)) is not None:
+            if other() is not None:
+                return
+            current = current.__wrapped__  # of a guard that was let go of in the middle of a step
+        self._replaced = current
+        self._call = _listening(weakref.ref(self), current)
         _compat.set_module_call(self._call)
 
     def disarm(self) -> None:
@@ -117,26 +122,22 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._floors.clear()
         self._nodes.clear()
 
-    def _listening_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        names, stack = self._names, self._stack
-
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = names.get(id(module))
-            if name is None or self._call is None or _compat.is_recording():
-                return original(module, *args, **kwargs)
-            if not self._is_on and torch.is_grad_enabled():
-                self._is_on = True
-                self.__enter__()  # type: ignore[no-untyped-call]
-            stack.append(name)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                if stack:
-                    stack.pop()
-
-        call.is_probe = True  # type: ignore[attr-defined]
-        return call
+    @contextlib.contextmanager
+    def _inside(self, module: nn.Module) -> Iterator[None]:
+        """A module is being called."""
+        name = self._names.get(id(module))
+        if name is None or self._call is None or _compat.is_recording():
+            yield
+            return
+        if not self._is_on and torch.is_grad_enabled():
+            self._is_on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            if self._stack:
+                self._stack.pop()
 
     # ---- each op -------------------------------------------------------------------------------------------------
 
@@ -219,6 +220,21 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._floors[_compat.storage_key(output)] = torch.stack(sizes).amax() * resolution(form)
             else:
                 self._floors.pop(_compat.storage_key(output), None)
+
+
+def _listening(probe: weakref.ref[Probe], original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called instead of a module. It does not keep its probe alive."""
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        at_work = probe()
+        if at_work is None:
+            return original(module, *args, **kwargs)
+        with at_work._inside(module):
+            return original(module, *args, **kwargs)
+
+    call.probe = probe  # type: ignore[attr-defined]
+    return call
 
 
 def gathered(values: list[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ TIMES_BEST = 3.0
 _CONFIRMED = 2
 """A forecast has to be made so many times in a row."""
 
-HORIZON = 0.9
+HORIZON = 0.8
 """A forecast counts if its limit is no further away than this many times the length of the trend."""
 
 _CALM = 3

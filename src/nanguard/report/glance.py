@@ -147,6 +147,19 @@ def alert_in_words(event: EventRecord) -> str:
     return printable(f"{event.fields.get('message', '')}{where}"[:1000])
 
 
+def headroom_of(event: EventRecord) -> dict[str, float]:
+    """The room of each module in bits, the least first; empty if the event does not hold it."""
+    rooms = event.fields.get("rooms")
+    if event.event != "headroom" or not isinstance(rooms, dict):
+        return {}
+    sound = {n: float(r) for n, r in rooms.items() if type(r) in (int, float) and math.isfinite(r)}
+    return dict(sorted(sound.items(), key=lambda item: item[1]))
+
+
+def last_headroom(run: Run) -> dict[str, float]:
+    return next((rooms for event in reversed(run.events) if (rooms := headroom_of(event))), {})
+
+
 def as_dict(run: Run, now: float) -> dict[str, Any]:
     """What the view shows, as plain values for programs."""
     last = {name: steps_of(run, name)[-1] for name in optimizers_of(run)}
@@ -183,5 +196,6 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
             for incident in run.incidents
         ],
         "alerts": [{"step": e.step, "message": alert_in_words(e)} for e in run.events if e.event == "alert"],
+        "headroom": last_headroom(run),
         "troubles": list(run.troubles),
     }

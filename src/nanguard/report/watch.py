@@ -23,6 +23,10 @@ _MOST_OPTIMIZERS = 3
 _FEWEST_FOLDED = 3
 """Fewer incidents of one fault have a row each."""
 
+_MODULES_SHOWN = 5
+_BAR = 16
+"""A bar of one column for each bit: fp16 has 16 of them above 1."""
+
 _MARK = "\N{MULTIPLICATION SIGN}"
 
 
@@ -35,6 +39,7 @@ def view(run: Run, now: float, *, width: int, height: int, ascii_only: bool = Fa
     """The whole view, in at most ``height`` lines of at most ``width`` columns."""
     lines = [_title(run, now, width), *_about(run), []]
     lines += [*_numbers(run, width, ascii_only), _counts(run), *_refused(run), *_troubles(run)]
+    lines += _headroom(run, ascii_only)
     lines += _happenings(run, height - len(lines))
     return Text("\n").join(_fitted(line, width, ascii_only) for line in lines[: max(1, height)])
 
@@ -181,6 +186,27 @@ def _troubles(run: Run) -> Iterator[Line]:
     if run.troubles:
         more = f" (and {len(run.troubles) - 1:,} more)" if len(run.troubles) > 1 else ""
         yield [(f" {'unread':<{_LABEL}}   {printable(run.troubles[0])}{more}", "yellow")]
+
+
+def _headroom(run: Run, ascii_only: bool) -> Iterator[Line]:
+    """The modules with the least room to a limit of their format, in bits."""
+    rooms = list(glance.last_headroom(run).items())[:_MODULES_SHOWN]
+    names = [printable(name) or "(outside of modules)" for name, _ in rooms]
+    wide = min(40, max(map(len, names), default=0))
+    for place, (name, (_, room)) in enumerate(zip(names, rooms, strict=True)):
+        size = round(max(0.0, min(_BAR, room)))
+        bar = ("#" if ascii_only else "\N{FULL BLOCK}") * size + ("." if ascii_only else "\N{LIGHT SHADE}") * (
+            _BAR - size
+        )
+        style = "red" if room < 2 else "yellow" if room < 5 else "green"
+        label = "headroom" if place == 0 else ""
+        yield [
+            (f" {label:<{_LABEL}}", "dim"),
+            (f"{room:>{_VALUE}.1f}", "bold"),
+            ("  ", ""),
+            (bar, style),
+            (f"  {name:.{wide}}", ""),
+        ]
 
 
 def _happenings(run: Run, room: int) -> Iterator[Line]:
