@@ -14,10 +14,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import fleet  # noqa: E402
-from nanguard.monitor.observer import Monitor  # noqa: E402
-from nanguard.monitor.quantities import KINDS  # noqa: E402
-from nanguard.step.observers import Observer  # noqa: E402
+import fleet
+from nanguard.monitor.observer import Monitor
+from nanguard.monitor.quantities import KINDS
+from nanguard.step.observers import Observer
 
 RUNS = fleet.FLEET / "runs"
 USED = ("precision", "steps", "loop", "max_norm")

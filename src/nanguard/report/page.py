@@ -20,6 +20,7 @@ from nanguard.records.run import Run
 from nanguard.report.html import kinds, prose
 from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
+from nanguard.report.html.heat import heat_map
 from nanguard.report.html.series import all_nonfinite, curves_of
 from nanguard.report.html.story import Story, stories_of
 from nanguard.report.html.table import scrolled, values_table
@@ -259,7 +260,19 @@ def _timeline(stories: Sequence[Story]) -> Iterator[Child]:
         class_="quiet hint",
     )
     for story in stories:
+        yield from _headroom(story, named=len(stories) > 1)
         yield values_table(story, named=len(stories) > 1)
+
+
+def _headroom(story: Story, *, named: bool) -> Iterator[Child]:
+    """The map of the early warning, if the run was probed."""
+    drawn = heat_map(story.run)
+    if drawn is not None:
+        whose = f" of {story.label}" if named else ""
+        yield tag("h3", f"Headroom{whose}")
+        hint = "The darker, the less room there is to a limit. A line leads from a warning to the step it expects."
+        yield tag("p", hint, class_="quiet hint")
+        yield scrolled(drawn, f"Headroom{whose}")
 
 
 def _incidents(stories: Sequence[Story]) -> Iterator[Child]:
