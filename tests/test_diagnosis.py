@@ -387,7 +387,7 @@ def test_a_model_that_cannot_be_called_again_is_traced_the_next_time() -> None:
     assert the(guard).source.line == line("once")
 
 
-SEARCHES = "up to 10 of the next steps are traced as they run, then at most 2% of the time"
+SEARCHES = "up to 3 of the next steps are traced as they run, then at most 2% of the time"
 
 
 def bad_loss(out: Tensor) -> Tensor:
@@ -504,8 +504,9 @@ def test_the_search_keeps_to_its_share_of_the_time_and_is_given_up(caplog: pytes
     while found.is_on:
         if found.wants_step():
             traced.append(now[0])
-            now[0] += 9.0 if len(traced) == 20 else 1.0
-            found.spent(9.0 if len(traced) == 20 else 1.0)
+            seconds = 9.0 if len(traced) == search.BURST + 10 else 1.0
+            now[0] += seconds
+            found.spent(seconds)
         else:
             now[0] += 0.1
         assert found.is_on == found.begin(kind, 8), "the same kind does not begin anew"
@@ -514,7 +515,7 @@ def test_the_search_keeps_to_its_share_of_the_time_and_is_given_up(caplog: pytes
     assert len(traced) == search.MOST_STEPS
     assert (len(later) + 8) / (later[-1] + 1 - search.BURST) <= search.SHARE
     assert all(49 <= b - a < 51 for a, b in itertools.pairwise(later[:9])), "spread out"
-    assert later[10] - later[9] >= 49 * 9, "a long one is paid for"
+    assert later[10] - later[9] >= 49 * 9, "a long one, the tenth, is paid for"
     assert not found.begin(kind, 9)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "the fault of step 7 was not located",

@@ -48,6 +48,9 @@ _SHARE_OF_REPEATS = 0.05
 """After so many with the same result, examinations of similar ones take at most this share of the time. One rank only:
 several ranks could not agree on it."""
 
+_LONG_WHILE = 100
+"""In steps. After so many without an incident the next one is examined whatever that costs."""
+
 _LONGEST_PAUSE = 1
 """After more steps than this without an incident, the next one is examined again: it may be another fault."""
 
@@ -104,7 +107,7 @@ class DiagnosisScheduler:
         """
         if self._how == "off":
             return None
-        looks_the_same = self._showed[1] == reading.found
+        looks_the_same = self._showed[1] == reading.found and reading.step - self._showed[0] < _LONG_WHILE
         if not self._is_alike(reading):
             self._in_a_row = 0
         may_take = self._how == "auto" and not is_last
