@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from helpers import TinyNet, loss_fn, make_batches
+from nanguard import Guard
 from nanguard.errors import ProtocolError
 from nanguard.state.snapshots import bulk, copies, memory, packing
 from nanguard.state.snapshots.copies import Copier, Copies, write_back
@@ -472,6 +475,36 @@ def test_the_ring_takes_a_quarter_of_what_is_free_at_most(free: int | None, shar
     assert memory.ring_that_fits(1_000, keep=2, free=free, sharers=sharers) == kept
     if free is not None and kept:
         assert (kept + 1) * 1_000 * sharers <= free / 4
+
+
+def test_a_model_of_seven_billion_parameters_has_the_same_budget() -> None:
+    """fp32 weights and both moments of Adam; one snapshot is always in the making."""
+    each, gib = 7_000_000_000 * 4 * 3, 1 << 30
+    assert memory.ring_that_fits(each, keep=2, free=2_000 * gib) == 2
+    assert memory.ring_that_fits(each, keep=2, free=700 * gib) == 1
+    assert memory.ring_that_fits(each, keep=2, free=512 * gib) == 0
+    assert memory.ring_that_fits(each, keep=2, free=2_000 * gib, sharers=8) == 0
+    assert memory.ring_that_fits(each, keep=2, free=1_800 * gib, reserved=3 * each) == 1
+    assert memory.ring_that_fits(each, keep=2, free=1_000 * gib, reserved=3 * each) == 0
+
+
+def test_several_rings_of_a_process_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before = memory.HostMemory.reserved()
+    model = torch.nn.Linear(64, 64)
+    each = 2 * memory.state_bytes(dict(model.named_parameters()))  # SGD with momentum
+    monkeypatch.setattr(memory, "free_bytes", lambda *args, **kwargs: 4 * (before + 4 * each) + 4 * 4096)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    guards = [Guard(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), precision="fp32") for m in models]
+    for guard, m in zip(guards, models, strict=True):
+        guard.step(lambda m, x: m(x).sum(), torch.ones(2, 64))
+        assert m is guard.model
+    assert guards[0].snapshots
+    assert guards[1].snapshots == (), "the first has taken what there is for all"
+    assert before < memory.HostMemory.reserved() <= before + 4 * each + 4096
+    del guards, guard
+    gc.collect()
+    assert memory.HostMemory.reserved() == before
 
 
 @pytest.mark.parametrize(("told", "sharers"), [("", 8), ("4", 4), ("16", 8), ("0", 8), ("many", 8)])

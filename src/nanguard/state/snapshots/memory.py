@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,15 +64,31 @@ def free_bytes(where: Where, device: torch.device, folder: str | os.PathLike[str
     return driver + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def ring_that_fits(each: int, *, keep: int, free: int | None, sharers: int = 1) -> int:
+def ring_that_fits(each: int, *, keep: int, free: int | None, sharers: int = 1, reserved: int = 0) -> int:
     """How many snapshots of ``each`` bytes can be kept within a quarter of what is free: ``keep``, fewer, or 0. Pure.
 
-    One more is always in the making. ``sharers`` are the processes that take their share of the same memory.
+    One more is always in the making. ``sharers`` are the processes that take their share of the same memory;
+    ``reserved`` is what other rings of this process take or will take of that quarter.
     """
     if free is None:
         return keep
-    room = free // 4 // max(1, sharers)
+    room = free // 4 // max(1, sharers) - reserved
     return max(0, min(keep, room // max(1, each) - 1))
+
+
+class HostMemory:
+    """What the rings of this process have planned to take of the host's memory: one budget for all of them."""
+
+    _planned: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def reserve(cls, owner: Any, nbytes: int) -> None:
+        """As long as ``owner`` exists; 0 gives it back."""
+        cls._planned[owner] = nbytes
+
+    @classmethod
+    def reserved(cls) -> int:
+        return sum(cls._planned.values())
 
 
 def sharers_of_host(num_ranks: int) -> int:
@@ -104,7 +121,8 @@ def require_fit(
     sizes = f" ({total // each} of {human(each)})" if each else ""
     there = {"device": f"on {device}", "host": "in host memory", "disk": f"in {folder or '.'}"}[where]
     ways = [f"keep fewer than {keep}"] if keep is not None and keep > 1 else []
-    ways += [f"where={other!r}" for other in {"device": ("host", "disk"), "host": ("disk",), "disk": ()}[where]]
+    if keep is not None:
+        ways += [f"where={other!r}" for other in {"device": ("host", "disk"), "host": ("disk",), "disk": ()}[where]]
     ways += ["or none, with snapshots=None"]
     raise ValueError(f"snapshots need {human(total)}{sizes} and {human(free)} are free {there}: {', '.join(ways)}")
 

@@ -259,6 +259,7 @@ class SnapshotRing:
 
     def give_up(self) -> None:
         """Drops what is in memory, and takes no more snapshots."""
+        memory.HostMemory.reserve(self, 0)
         self.is_over = True
         for each in (*self._good, self._candidate):
             if each is not None and each.copies is not None:
@@ -335,6 +336,8 @@ class SnapshotRing:
             folder = None if self._disk is None else self._disk.folder
             total = each * (options.keep + 1)
             memory.require_fit(total, self._where, device, folder=folder, each=each, keep=options.keep)
+            if self._where == "disk":  # one copy is being written while the next is taken
+                memory.require_fit(2 * each, "host", device, each=each)
         fewer = f" of {options.keep}, since memory is short," if self._keep < options.keep else ""
         log.info(
             "snapshots of %s every %d steps, %d kept%s and one in the making: %s %s",
@@ -352,4 +355,8 @@ class SnapshotRing:
         """How many snapshots can be kept there, the same on all ranks."""
         ranks = self._ranks
         free, sharers = memory.free_bytes("host", self._state.device), memory.sharers_of_host(ranks.size)
-        return ranks.lowest(memory.ring_that_fits(each, keep=self._options.keep, free=free, sharers=sharers))
+        reserved = memory.HostMemory.reserved()
+        fits = memory.ring_that_fits(each, keep=self._options.keep, free=free, sharers=sharers, reserved=reserved)
+        kept = ranks.lowest(fits)
+        memory.HostMemory.reserve(self, each * (kept + 1) if kept else 0)
+        return kept
