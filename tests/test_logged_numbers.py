@@ -87,7 +87,7 @@ def test_a_norm_that_overflows_is_logged_as_such(tmp_path: Path) -> None:
         optimizer.step()
     (step,) = steps(tmp_path)
     assert step.norms == (float("inf"),)
-    assert autopilot.incidents == []
+    assert not autopilot.incidents
 
 
 def divided(loss: Tensor) -> Tensor:

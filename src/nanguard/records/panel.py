@@ -201,6 +201,7 @@ def what_happened(outcome: Outcome) -> str:
         "gradients": "a gradient is NaN or Inf" if len(reading.gradients) < 2 else "gradients are NaN or Inf",
         "buffers": "a buffer is NaN or Inf",
         "update": "the update is NaN or Inf",
+        "output": "the output of the model is NaN or Inf",
     }[reading.found[0]]
 
 
