@@ -123,6 +123,11 @@ class Monitor(Observer):
         if self._traces:
             self._probe.arm()  # a step of another optimizer may be probed at the moment
 
+    @property
+    def wants_measurement(self) -> bool:  # type: ignore[override]
+        """Only in steps that are probed."""
+        return self._probe is not None
+
     def on_measured(self, step: int, values: Tensor) -> None:
         probe = self._probe
         if probe is None or self._model is None:

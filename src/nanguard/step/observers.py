@@ -22,6 +22,9 @@ class Observer:
     observer is dropped; the run goes on.
     """
 
+    wants_measurement = True
+    """Whether ``on_measured`` has to be called for the open step. If no observer wants that, a CPU measures less."""
+
     def on_open(self, step: int) -> None:
         """Step number ``step`` begins. Nothing of it has been computed yet."""
 
@@ -63,8 +66,13 @@ class Observers:
     def __iter__(self) -> Iterator[Observer]:
         return iter(self._observers)
 
+    @property
+    def wants_measurement(self) -> bool:
+        """Whether any of them wants to be called with the measurement of the open step."""
+        return any(getattr(each, "wants_measurement", True) for each in self._measuring)
+
     def _sort(self) -> None:
-        self.wants_measurements = any(_overridden(each, "on_measured") is not None for each in self._observers)
+        self._measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
         self.on_open = self._calling("on_open")
         self.on_measured = self._calling("on_measured")
         self.on_heard = self._calling("on_heard")

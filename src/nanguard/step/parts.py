@@ -214,7 +214,7 @@ class StepParts:
         It is if something is non-finite, and if the vector of all values is wanted: to clip, by other ranks, by an
         observer.
         """
-        needs_all = self.ranks.votes or self.clipper.needs_norms or self.journal.observers.wants_measurements
+        needs_all = self.ranks.votes or self.clipper.needs_norms or self.journal.observers.wants_measurement
         if needs_all or self.state.device.type != "cpu" or pending.flags or self.precision.scaler is not None:
             return None
         return self.measurement.ask(pending.mean_loss(), groups) if self.buffers.are_finite() else None
