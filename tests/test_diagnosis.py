@@ -387,7 +387,7 @@ def test_a_model_that_cannot_be_called_again_is_traced_the_next_time() -> None:
     assert the(guard).source.line == line("once")
 
 
-SEARCHES = "up to 3 of the next steps are traced as they run, then at most 2% of the time"
+SEARCHES = f"up to {search.BURST} of the next steps are traced as they run, then at most 2% of the time"
 
 
 def bad_loss(out: Tensor) -> Tensor:
