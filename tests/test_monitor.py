@@ -24,6 +24,8 @@ from nanguard.monitor.series import MOST_POINTS, Series
 from nanguard.monitor.trend import forecast
 from nanguard.monitor.warner import Warner
 from nanguard.records.alert import Alert
+from nanguard.report import watch
+from nanguard.report.page import make_report
 
 OUTPUT = Quantity(kind="overflow", module="block.3", op="mm", form="fp16")
 LIMIT = 65504.0
@@ -303,6 +305,11 @@ def test_a_growing_module_is_named_before_it_overflows(tmp_path: Path, caplog: p
     rooms = [event.fields["rooms"] for event in run.events if event.event == "headroom"]
     assert min(rooms[-1], key=rooms[-1].__getitem__) == "gain"
     assert monitor.headroom()["gain"] < 8
+    shown = watch.view(run, run.header["time"], width=100, height=40).plain
+    assert shown.count("gain") >= 2, "in the list of modules with the least room, and in the alert"
+    page = make_report([tmp_path]).html
+    assert "<h3>Headroom</h3>" in page
+    assert page.count('class="forecast"') == sum(alert.state != "withdrawn" for alert in monitor.alerts)
 
 
 def test_state_is_saved_with_json(tmp_path: Path) -> None:

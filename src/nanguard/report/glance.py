@@ -143,8 +143,8 @@ def why_in_words(incident: IncidentRecord) -> str:
 
 def alert_in_words(event: EventRecord) -> str:
     module = event.fields.get("module")
-    where = f" ({module})" if isinstance(module, str) and module else ""
-    return printable(f"{event.fields.get('message', '')}{where}"[:1000])
+    where = f"{module}: " if isinstance(module, str) and module else ""
+    return printable(f"{where}{event.fields.get('message', '')}"[:1000])
 
 
 def headroom_of(event: EventRecord) -> dict[str, float]:

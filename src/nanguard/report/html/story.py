@@ -111,7 +111,10 @@ def stories_of(runs: Sequence[Run]) -> list[Story]:
 def _story(run: Run, number: int, label: str) -> Story:
     dropped, others, troubles = [], [], list(run.troubles)
     for event in run.events:
-        if event.event == "optimizer":  # the header of another guard that writes to this log
+        if event.event in (
+            "optimizer",
+            "headroom",
+        ):  # the header of another guard; what the map of headroom is drawn of
             continue
         if event.event != "drop":
             others.append(event)
