@@ -68,6 +68,7 @@ def run(
         typer.Option(metavar="LEVEL", help="How much of a bad step to save: none, meta, batch, or full."),
     ] = "batch",
     trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
+    monitor: Annotated[bool, typer.Option("--monitor", help="Warn before something goes wrong.")] = False,
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line, and only after incidents.")] = False,
 ) -> None:
@@ -91,7 +92,9 @@ def run(
         program = LaunchedProgram(script, args or (), is_module=is_module)
         settings = _settings(program, policy, halt_on_first, max_norm, trace)
         place, kept = _place(run_dir, program.name), tuple(keep_fp32 or ())
-        settings = dataclasses.replace(settings, run_dir=place, keep_fp32=kept, capture=_checked(capture))
+        settings = dataclasses.replace(
+            settings, run_dir=place, keep_fp32=kept, capture=_checked(capture), monitor=monitor
+        )
     except LaunchError as error:
         fail(str(error), as_json=False)
     options = functools.partial(_options, settings, policy, halt_on_first, quiet)
@@ -132,7 +135,7 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
         with contextlib.suppress(OSError):  # the run log of this rank warns about it
             folder = settings.run_dir.make()
     given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder, "--capture": settings.capture}
-    flags = {"--trace": settings.trace, "--halt-on-first": halts, "--quiet": quiet}
+    flags = {"--trace": settings.trace, "--monitor": settings.monitor, "--halt-on-first": halts, "--quiet": quiet}
     values = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     values += [text for name in settings.keep_fp32 for text in ("--keep-fp32", name)]
     return values + [name for name, is_given in flags.items() if is_given]

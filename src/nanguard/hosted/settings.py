@@ -35,12 +35,14 @@ class Settings:
     """``trace`` follows every op from the first step on, which makes a step many times slower.
 
     ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
+    ``monitor`` warns before something goes wrong, for each optimizer on its own.
     """
 
     policy: Policy = field(default_factory=patient_policy)
     max_norm: float | None = None
     run_dir: RunFolder | None = None
     trace: bool = False
+    monitor: bool = False
     sync: Literal["auto", "eager", "late"] = "auto"
     diagnose: How = "auto"
     capture: CaptureLevel = "batch"

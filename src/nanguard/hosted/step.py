@@ -26,6 +26,7 @@ from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.trained_modules import TrainedModules
 from nanguard.hosted.unchecked import UncheckedSteps
+from nanguard.monitor.observer import Monitor
 from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
@@ -90,6 +91,7 @@ class HostedStep(UncheckedSteps):
             self._settings = settings = settings.for_one_rank_alone()
         ranks = Ranks(trained, device, group, alone=not ddp, averaged=True, is_mixed=is_mixed)
         self.skippable = ProgramOptimizers(optimizer)
+        observers = (*settings.observers, Monitor()) if settings.monitor else settings.observers
         self.parts: StepParts = assemble(
             trained,
             optimizer,
@@ -107,7 +109,7 @@ class HostedStep(UncheckedSteps):
             skippable=self.skippable,
             ranks=ranks,
             make_journal=lambda is_first: make_journal(
-                settings.run_dir, is_first=is_first, optimizer=name, observers=settings.observers
+                settings.run_dir, is_first=is_first, optimizer=name, observers=observers
             ),
         )
         self.parts.fp32_fix = settings.fp32_fix
