@@ -20,12 +20,6 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 from torch.utils.data import DataLoader, IterableDataset
 
 foreach_copy_: Any = torch._foreach_copy_
@@ -101,8 +95,11 @@ def update_scale_(
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often the tensor was written to in place; None where torch does not count (inference tensors)."""
-    return None if tensor.is_inference() else tensor._version
+    """How often the tensor was written to in place; None if torch does not count (inference tensors)."""
+    try:  # as quick as possible
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -207,7 +204,7 @@ def is_recording() -> bool:
     if getattr(symbolic, "_is_fx_tracing_flag", False):
         return True
     mode_of = torch._C._get_dispatch_mode
-    if has_dispatch_mode() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
+    if torch._C._len_torch_dispatch_stack() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
         return True
     before_dispatch: Any = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
     return before_dispatch is not None and before_dispatch(_KINDS.PROXY) is not None
@@ -292,39 +289,9 @@ def is_view(op: Any) -> bool:
     return bool(getattr(op, "is_view", False)) or op.namespace == "prim"
 
 
-def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Ops inside are not seen by any dispatch mode."""
-    if not has_dispatch_mode() and not _num_modes_before_dispatch():  # entering torch's context takes some 5 us
-        return _NOTHING
-    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return context
-
-
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_num_modes_before_dispatch: Any = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
-
-
-def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active in this thread, fake tensors and other modes of torch's own included."""
-    return bool(torch._C._len_torch_dispatch_stack())
-
-
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured. Never initializes CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def leave_mode(mode: Any) -> None:
-    """Leaves a dispatch mode, below those that the program has entered since: ``__exit__`` alone would leave theirs."""
-    if not any(each is mode for each in _get_current_dispatch_mode_stack()):
-        return
-    above = []
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    _push_mode(mode)
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        _push_mode(other)
 
 
 def schema_arguments(op: Any) -> Any:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 
 def enter_function_mode(mode: Any) -> None:
@@ -91,9 +98,31 @@ def on_compiled_calls(entered: Any, left: Any) -> Any:
 is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 
 
-def version(tensor: Tensor) -> int | None:
-    """How often the tensor was written to in place; None if torch does not count. As quick as possible."""
-    try:
-        return tensor._version
-    except RuntimeError:  # an inference tensor
-        return None
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Ops inside are not seen by any dispatch mode."""
+    if not has_dispatch_mode() and not _num_modes_before_dispatch():  # entering torch's context takes some 5 us
+        return _NOTHING
+    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_num_modes_before_dispatch: Any = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode is active in this thread, fake tensors and other modes of torch's own included."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def leave_mode(mode: Any) -> None:
+    """Leaves a dispatch mode, below those that the program has entered since: ``__exit__`` alone would leave theirs."""
+    if not any(each is mode for each in _get_current_dispatch_mode_stack()):
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    _push_mode(mode)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        _push_mode(other)

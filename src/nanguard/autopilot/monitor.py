@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
@@ -131,7 +131,7 @@ class ProgramMonitor:
         self.taper.stop()
         self.guard_new_optimizers()
         self._tracer.resume()
-        with self._at_work("a loss could not be noted"), _compat.unwatched():
+        with self._at_work("a loss could not be noted"), _compat_modes.unwatched():
             losses = losses_in(tensors)
             self._coordinator.after_forward(losses)
             self.taper.note_backward(tensors, gradients)
@@ -176,7 +176,7 @@ class ProgramMonitor:
         losses = losses_in(outputs)
         if not self._with_optimizer:
             self.taper.stop()
-            with self._at_work("a loss could not be examined"), _compat.unwatched():
+            with self._at_work("a loss could not be examined"), _compat_modes.unwatched():
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
                 self._coordinator.examine_graph(losses)
@@ -282,7 +282,7 @@ class ProgramMonitor:
 
     def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
-        with self._busy, _compat.unwatched():
+        with self._busy, _compat_modes.unwatched():
             backup = hosted.before_unchecked_step()
             if watched is not None:
                 watched.before = backup
@@ -355,14 +355,14 @@ class ProgramMonitor:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
-        with self._busy, _compat.unwatched():
+        with self._busy, _compat_modes.unwatched():
             return self.registry.unsound()
 
     def end(self, error: BaseException | None) -> None:
         """The program ends now, because of ``error`` if there is one, maybe in the middle of a step that is bad."""
         if not self.is_idle and self.children.is_parent:
             self._tracer.stop()
-            with self._at_work("the last pass could not be examined"), _compat.unwatched():
+            with self._at_work("the last pass could not be examined"), _compat_modes.unwatched():
                 self._coordinator.end(error)
 
     def close(self) -> None:

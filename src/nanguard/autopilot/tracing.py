@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.live import Live
 from nanguard.hosted.step import HostedStep
 
@@ -37,7 +37,7 @@ class Tracer:
 
     def start(self, hosted_steps: Sequence[HostedStep]) -> None:
         """Not inside a dispatch mode of the program, which will be left before ours is."""
-        if self.live is not None or self._is_nested() or _compat.has_dispatch_mode():
+        if self.live is not None or self._is_nested() or _compat_modes.has_dispatch_mode():
             return
         self.live = next((hosted.examinations.live for hosted in hosted_steps if hosted.examinations.live.is_on), None)
         if self.live is None:
@@ -47,7 +47,7 @@ class Tracer:
         self._set(self._is_wanted())
 
     def stop(self) -> None:
-        if self.live is None or self._is_nested() or (self.is_active and not _compat.has_dispatch_mode()):
+        if self.live is None or self._is_nested() or (self.is_active and not _compat_modes.has_dispatch_mode()):
             return
         if self._switches is not None:
             self._switches.remove()
@@ -82,10 +82,10 @@ class Tracer:
 
     def _set(self, active: bool) -> None:
         live = self.live
-        if active and self._active is None and live is not None and not _compat.has_dispatch_mode():
+        if active and self._active is None and live is not None and not _compat_modes.has_dispatch_mode():
             self._active = contextlib.ExitStack()
             self._active.enter_context(_tracing(live))
-        elif not active and self._active is not None and _compat.has_dispatch_mode():
+        elif not active and self._active is not None and _compat_modes.has_dispatch_mode():
             stack, self._active = self._active, None
             stack.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat_modes
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
@@ -114,7 +114,7 @@ class Live:
         try:
             yield
         finally:
-            _compat.leave_mode(trace)
+            _compat_modes.leave_mode(trace)
             self._seconds += time.perf_counter() - began
             self._entered = None
 
@@ -124,7 +124,7 @@ class Live:
         if run is None or not run.is_finite:
             return run
         try:
-            with _compat.unwatched():
+            with _compat_modes.unwatched():
                 run.look_at_loss(loss)
                 if run.is_finite:
                     run.look_at_gradients(self._parts)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
@@ -113,12 +113,12 @@ class Replay:
             if run.is_finite:
                 raise
             return
-        with _compat.unwatched():
+        with _compat_modes.unwatched():
             run.look_at_loss(loss)
         if not run.is_finite:
             return
         self._dry_run.backward(self.pending, loss)
-        with _compat.unwatched():
+        with _compat_modes.unwatched():
             run.look_at_gradients(self.parts)
             if run.is_finite:
                 run.look_at_writes(self._state)
@@ -132,7 +132,7 @@ class Replay:
         ]
         if parts.precision.scaler is not None:
             parts.precision.scaler.unscale_([grad for _, grad in grads])
-        with _compat.unwatched():
+        with _compat_modes.unwatched():
             for name, grad in grads:
                 run.trace.know(f"gradient {name}", grad, PARAMETER, owner=name)
             introduce_states(run.trace, self._state)
@@ -143,11 +143,11 @@ class Replay:
                 for group in optimizer.param_groups:
                     group.update({key: False for key in ("foreach", "fused") if group.get(key, False) is not False})
                 optimizer.step()
-            with _compat.unwatched():
+            with _compat_modes.unwatched():
                 run.look_at_update(self._state)
         finally:
             run.trace.in_update = False
-            with _compat.unwatched():
+            with _compat_modes.unwatched():
                 before.put_back()
 
     # ---- in other conditions -------------------------------------------------------------------------------------

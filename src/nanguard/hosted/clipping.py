@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat
+from nanguard import _compat_modes
 from nanguard.numerics.norm import tensor_norms
 from nanguard.state.readback import AsyncReadback, PendingCopy
 
@@ -55,7 +55,7 @@ class ProgramClipping:
 def clipped_to_norm(hosted_steps: Iterable[HostedStep], params: Any, norm: Any, max_norm: Any) -> None:
     """The program has called ``clip_grad_norm_``, which returned ``norm``."""
     if isinstance(norm, Tensor) and isinstance(max_norm, (int, float)) and max_norm > 0:
-        with _compat.unwatched(), torch.no_grad():
+        with _compat_modes.unwatched(), torch.no_grad():
             divisor = ((norm.detach().double() + _TINY) / max_norm).clamp_(min=1.0)
             _note(hosted_steps, params, divisor)
 
@@ -64,13 +64,13 @@ def clipped_by_value(hosted_steps: Iterable[HostedStep], params: Any, before: Te
     """The program has called ``clip_grad_value_``; the norm of these gradients was ``before``."""
     after = total_norm(params)
     if before is not None and after is not None:
-        with _compat.unwatched(), torch.no_grad():
+        with _compat_modes.unwatched(), torch.no_grad():
             _note(hosted_steps, params, torch.where(after > 0, before / after, 1.0))
 
 
 def total_norm(params: Any) -> Tensor | None:
     """Of the gradients together; None if there are none. Does not sync."""
-    with _compat.unwatched(), torch.no_grad():
+    with _compat_modes.unwatched(), torch.no_grad():
         norms = tensor_norms([param.grad for param in _listed(params) if param.grad is not None])
         return torch.stack([norm.to(norms[0]) for norm in norms]).norm() if len(norms) else None
 

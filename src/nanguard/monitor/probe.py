@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.monitor.quantities import Quantity, largest, name_of, resolution, smallest
 from nanguard.state.names import plain_name
 
@@ -115,7 +115,7 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._call is not None and _compat.module_call() is self._call:
             _compat.set_module_call(self._replaced)
         if self._is_on:
-            _compat.leave_mode(self)
+            _compat_modes.leave_mode(self)
         self._call, self._is_on = None, False
         self._stack.clear()
         self._owners.clear()

@@ -9,13 +9,11 @@ step: they differ in when the host learns of it. The engine does not know who ca
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -244,53 +242,12 @@ class StepEngine:
 
     def _run(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         try:
-            loss, aux = self._forward_backward(pending, micro)
+            loss, aux = self._memory.forward_backward(self.parts, self.mode, pending, micro)
         except Exception as error:
             self._discarded.raised(pending, micro, error)
             raise
         pending.microbatches.append(micro)
         self.parts.look_back(micro)
-        return loss, aux
-
-    # ---- memory that has run out ---------------------------------------------------------------------------------
-
-    def _forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        """Runs one micro-batch. If memory runs out, frees what is held for recovery and runs the step again, once."""
-        try:
-            return self.parts.forward_backward(pending, micro)
-        except torch.OutOfMemoryError:
-            if not (self.recovery.give_memory_back() and self._can_run_alone(micro)):
-                raise
-        # Not inside the handler: the error holds all that the failed pass had computed.
-        log.warning("step %d ran out of memory: nanguard gave back what it held, and runs it again", pending.step)
-        gc.collect()
-        if self.parts.state.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._from_its_beginning(pending, micro)
-
-    def _can_run_alone(self, micro: Microbatch) -> bool:
-        """Whether the step can be run again here: not with several ranks, under DDP, or in a CUDA graph."""
-        ddp = isinstance(self.parts.state.model, DistributedDataParallel)
-        return micro.rng is not None and self.parts.ranks.size == 1 and not ddp
-
-    def _from_its_beginning(self, pending: PendingStep, last: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
-        """Runs all micro-batches of a step again, each with the random state and autocast mode that it had."""
-        parts = self.parts
-        for module, training in pending.training:
-            module.training = training
-        pending.losses.clear()
-        pending.flags.clear()
-        pending.in_microbatch = False
-        parts.begin(pending)
-        self.mode.note(pending)
-        parts.ranks.forget_()
-        for micro in (*pending.microbatches, last):
-            if micro.rng is not None:
-                micro.rng.restore(parts.state.device)
-            enabled, dtype = micro.autocast
-            with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
-                loss, aux = parts.forward_backward(pending, micro)
-            micro.show(loss)
         return loss, aux
 
     # ---- the course of an epoch ----------------------------------------------------------------------------------

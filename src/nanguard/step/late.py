@@ -245,12 +245,7 @@ class Late:
             self.note(again)
             parts.ranks.forget_()
             for micro in again.microbatches:
-                if micro.rng is not None:
-                    micro.rng.restore(parts.state.device)
-                enabled, dtype = micro.autocast
-                with torch.autocast(parts.state.device.type, dtype=dtype, enabled=enabled):
-                    loss, _ = parts.forward_backward(again, micro)
-                micro.show(loss)
+                parts.forward_backward_again(again, micro)
             again.show_mean()
         self.finish(again)
 

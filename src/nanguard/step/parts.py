@@ -140,6 +140,16 @@ class StepParts:
             loss = self.backward(pending, loss)
         return loss, aux
 
+    def forward_backward_again(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
+        """The same with the random state and the autocast mode that the micro-batch had."""
+        if micro.rng is not None:
+            micro.rng.restore(self.state.device)
+        enabled, dtype = micro.autocast
+        with torch.autocast(self.state.device.type, dtype=dtype, enabled=enabled):
+            loss, aux = self.forward_backward(pending, micro)
+        micro.show(loss)
+        return loss, aux
+
     @runs_user_code
     def forward(self, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         """Calls the loss function in the precision of the run: the loss, and what else it returned."""

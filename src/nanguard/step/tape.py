@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanguard import _compat_modes
+from nanguard import _compat
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
 from nanguard.state.trees import tensors
@@ -211,4 +211,4 @@ def results_of(row: Row, args: Any, result: Any) -> list[Tensor]:
 
 def changed(token: Outside) -> bool:
     """Whether a tensor from outside has been written to since."""
-    return _compat_modes.version(token.tensor) != token.version
+    return _compat.version(token.tensor) != token.version

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from nanguard import _compat_modes
+from nanguard import _compat, _compat_modes
 from nanguard.source.frames import is_users_file
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors
@@ -265,7 +265,7 @@ class TapeRecorder(TorchFunctionMode):
         return self._from_outside(tensor)
 
     def _from_outside(self, tensor: Tensor) -> Outside:
-        known, version = self._outside.get(id(tensor)), _compat_modes.version(tensor)
+        known, version = self._outside.get(id(tensor)), _compat.version(tensor)
         if known is None or known.version != version:
             known = self._outside[id(tensor)] = Outside(tensor, version)
         return known
