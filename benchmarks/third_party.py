@@ -208,7 +208,7 @@ def try_program(program: Program, args: argparse.Namespace) -> dict[str, Any]:
     if args.faults_only:
         print(program.name, flush=True)
         faults = [_try_fault(program, fault, args, keep) for fault in program.faults]
-        return {**_facts(program), "seconds": [], "differences": [], "faults": faults}
+        return {**_facts(program), "seconds": [], "differences": ["not run"], "faults": faults}
     plain = run(program, args, guarded=False, fault=None, keep=keep)
     guarded = run(program, args, guarded=True, fault=None, keep=keep)
     differences = [
