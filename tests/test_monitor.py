@@ -207,7 +207,8 @@ def measured(model: nn.Module, loss_of: Any) -> dict[Quantity, tuple[float, floa
     loss_of(model).backward()
     probe.disarm()
     assert probe.failure is None
-    return read(probe.quantities, gathered(probe.values).tolist(), 1.0)
+    vector, places = gathered(probe.values)
+    return read(probe.quantities, [vector.tolist()[place] for place in places], 1.0)
 
 
 def test_ops_outside_of_modules_belong_to_the_module_that_made_their_operand() -> None:

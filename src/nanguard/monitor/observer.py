@@ -45,6 +45,7 @@ class _Pending:
     step: int
     quantities: list[Measured]
     copy: PendingCopy
+    places: list[int]
     is_last: bool
 
 
@@ -193,13 +194,14 @@ class Monitor(Observer):
     # ---- to the host ---------------------------------------------------------------------------------------------
 
     def _post(self, step: int, quantities: list[Measured], values: list[Tensor], *, is_last: bool) -> None:
-        vector = gathered(values)
+        vector, places = gathered(values)
         if self._readback is None:
             self._readback = AsyncReadback(vector.device)
-        self._pending.append(_Pending(step, quantities, self._readback.post(vector), is_last))
+        self._pending.append(_Pending(step, quantities, self._readback.post(vector), places, is_last))
 
     def _take(self, pending: _Pending) -> None:
-        scale, *values = pending.copy.read()
+        arrived = pending.copy.read()
+        scale, *values = [arrived[place] for place in pending.places]
         self._samples |= read(pending.quantities, values, scale if 0 < scale < math.inf else 1.0)
         if 0 < scale < math.inf:
             self._samples[SCALE] = scale, 1.0
@@ -260,4 +262,4 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -237,16 +237,18 @@ def _listening(probe: weakref.ref[Probe], original: Callable[..., Any]) -> Calla
     return call
 
 
-def gathered(values: list[Tensor]) -> Tensor:
-    """All values in one float64 vector on the device of the first. Does not sync."""
+def gathered(values: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """All values in one float64 vector on the device of the first, and the place of each value in it. Does not sync."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, value in enumerate(values):
         groups.setdefault((value.device, value.dtype), []).append(place)
     device = values[0].device
-    parts = [torch.stack([values[place] for place in places]).double().to(device) for places in groups.values()]
+    parts = [
+        torch.stack([values[place] for place in places]).double().to(device, non_blocking=True)
+        for places in groups.values()
+    ]
     order = [place for places in groups.values() for place in places]
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(parts)[torch.tensor(back, device=device)] if len(parts) > 1 else parts[0]
+    return torch.cat(parts), sorted(range(len(order)), key=order.__getitem__)
 
 
 def read(quantities: list[Measured], values: list[float], scale: float) -> dict[Quantity, tuple[float, float]]:
