@@ -499,6 +499,19 @@ def test_what_a_program_writes_to_buffers_between_steps_stays() -> None:
     assert torch.isfinite(model.inner.norm.running_mean).all()
 
 
+def test_the_host_is_asked_at_each_step_only_if_several_optimizers_step() -> None:
+    with nanguard.install(sync="late") as autopilot:
+        models = [nn.Linear(6, 3) for _ in range(2)]
+        optimizers = []
+        for model, expected in zip(models, (["late"], ["eager", "eager"]), strict=True):
+            optimizers.append(AdamW(model.parameters(), fused=True))
+            for x, y in make_batches(2):
+                F.cross_entropy(model(x), y).backward()
+                optimizers[-1].step()
+                optimizers[-1].zero_grad()
+            assert [hosted.sync for hosted in autopilot._monitor.hosted_steps] == expected
+
+
 def test_a_program_that_sees_a_bad_loss_itself_is_not_punished_for_it() -> None:
     with nanguard.install() as autopilot:
         model = nn.Linear(6, 3)

@@ -134,7 +134,7 @@ def test_in_a_loop_of_the_users_own_the_model_is_replayed(kind: str) -> None:
             guard.update()
     diagnosis = guard.incidents[0].diagnosis
     assert diagnosis is not None
-    assert diagnosis.capture == "module"
+    assert diagnosis.capture == "tape"
     assert (diagnosis.phase, diagnosis.cause, diagnosis.op, diagnosis.module) == EXPECTED[kind][:4]
 
 

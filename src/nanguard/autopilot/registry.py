@@ -137,10 +137,10 @@ class Registry:
             log.exception("%s is not guarded: nanguard failed to set it up", kind)
             self.unguarded.append(kind)
             return None
+        self._introduce(hosted)
         vars(optimizer)[_ATTRIBUTE] = hosted
         self._networks[hosted] = _network_name(hosted, names)
         self._entries.append((weakref.ref(hosted), hosted.parts.journal))
-        self._introduce(hosted)
         self._tell_networks()
         return hosted
 
@@ -202,6 +202,7 @@ class Registry:
         return new
 
     def _introduce(self, hosted: HostedStep) -> None:
+        """Before it is one of ``hosted_steps``: the others have to ask the host from now on, and so has it then."""
         is_first = not self.num_optimizers
         self.num_optimizers += 1
         for other in self.hosted_steps:
