@@ -20,7 +20,7 @@ from nanguard.monitor.series import MOST_POINTS
 from nanguard.monitor.warner import SCALE, Warner
 from nanguard.records.alert import Alert
 from nanguard.records.steps import Outcome
-from nanguard.state.names import plain_name
+from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.step.observers import Observer
 
@@ -94,7 +94,7 @@ class Monitor(Observer):
 
     def bind(self, model: nn.Module, note: Callable[..., None]) -> None:
         """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``)."""
-        self._model, self._note = model, note
+        self._model, self._note = unwrapped(model), note
         self._traces = not _is_compiled(model)
 
     @property
