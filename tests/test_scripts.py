@@ -102,7 +102,9 @@ FAULTY = [
     Faulty("lbfgs_decay", {"exp"}, {"exp_overflow"}),
     Faulty("listings", {"log"}, {"log_of_zero"}, ("--out", OUT)),
     Faulty("logistic_regression", {"log"}, {"log_of_zero"}),
-    Faulty("lstm_forecast", {"div", "lstm", "mkldnn_rnn_layer"}, {"input_nonfinite"}, ("--out", OUT), {"data"}),
+    Faulty(
+        "lstm_forecast", {"div", "lstm", "mkldnn_rnn_layer", "cudnn_rnn"}, {"input_nonfinite"}, ("--out", OUT), {"data"}
+    ),
     Faulty("memory_saver", {"sqrt"}, {"sqrt_grad_at_zero"}, ("--doubles", OUT), {"backward"}),
     Faulty(
         "own_optimizer",

@@ -636,3 +636,35 @@ def test_peak_memory_is_that_of_the_plain_program() -> None:
     print(f"peak: plain {plain:,}, guarded {untaped:,}, taped {taped:,}")
     small = 4096 * (64 + 16) * 4  # the inputs of the model, and the gradients of its outputs, of three steps
     assert taped <= 1.005 * untaped + 3 * small
+
+
+class SquareRoot(torch.autograd.Function):
+    """Its derivative at 0 is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.clamp(min=0).sqrt()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Tensor:  # type: ignore[override]
+        (out,) = ctx.saved_tensors
+        return above / (2 * out)  # own derivative
+
+
+def test_a_function_of_autograd_that_was_looked_up_before_the_model_was_called() -> None:
+    """As in ``SquareRoot.apply(model(x))``: the tape of a program begins with the call of the model."""
+    with nanguard.install(sync="late") as autopilot:
+        model = network()
+        optimizer = AdamW(model.parameters(), fused=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = SquareRoot.apply(model(torch.ones(2, 6)).pow(2) * (step != BAD)).mean()
+            loss.backward()
+            optimizer.step()
+    found = autopilot.incidents[0].diagnosis
+    assert found is not None
+    assert (found.capture, found.phase, found.op) == ("tape", "backward", "div")
+    assert found.source is not None
+    assert found.source.line == line("own derivative")

@@ -53,8 +53,10 @@ class Patches:
             self._replace(clip_grad, name, make)
             self._saved.append((nn.utils, name, getattr(nn.utils, name)))
             setattr(nn.utils, name, getattr(clip_grad, name))
+        monitor.taper.functions.begin_for_good()
 
     def remove(self) -> None:
+        self._monitor.taper.functions.end_for_good()
         while self._saved:
             owner, name, original = self._saved.pop()
             setattr(owner, name, original)

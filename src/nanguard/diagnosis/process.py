@@ -80,7 +80,7 @@ def _jump(exam: Exam) -> tuple[str, float, float] | None:
     before, best = past.first_sizes.read(), None
     for name, parameter in exam.parts.state.parameters().items():
         then, now = before.get(name, math.nan), largest(parameter.detach())
-        growth = now / max(then, 1e-3)  # biases often begin with 0
+        growth = now / (max(then, 1e-3) if then else 1.0)  # what begins with 0, as biases do, has no size to grow from
         if growth >= _JUMPED and (best is None or growth > best[0]):
             best = growth, (name, then, now)
     return None if best is None else best[1]
@@ -90,7 +90,7 @@ def _of_learning_rate(exam: Exam, diagnosis: Diagnosis, name: str, then: float, 
     optimizer = exam.parts.state.optimizer_of(name)
     rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
     norms = [max(reading.norms) for reading in exam.past.readings if reading.norms]
-    if rate < 1 and norms and norms[0] > _LARGEST_NORM:
+    if not rate or (rate < 1 and norms and norms[0] > _LARGEST_NORM):  # 0: the program updates its tensors itself
         return diagnosis
     num = exam.past.num_applied
     because = f"{name} grew from {then:.3g} to {now:.3g} in {num} step{'s' * (num > 1)}"

@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from nanguard import _compat, _compat_modes
@@ -20,6 +19,7 @@ from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, name_of, words
+from nanguard.step.tape_functions import FunctionCalls
 
 _MOST_ROWS = 4096
 """A longer tape is cut: what is older cannot be run again."""
@@ -81,7 +81,7 @@ class TapeRecorder(TorchFunctionMode):
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
         self._compiled: tuple[int, Any] | None = None
         self._undo_compiled: Any = None
-        self._apply: Any = None
+        self.functions = FunctionCalls(self)
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -138,14 +138,13 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_on:
             self._is_on = True
             _compat_modes.enter_function_mode(self)
-            self._apply = vars(Function)["apply"]
-            Function.apply = classmethod(_applying(self, self._apply))  # type: ignore[assignment, method-assign]
+            self.functions.begin()
 
     def _leave(self) -> None:
         if self._is_on:
             self._is_on = False
             _compat_modes.leave_function_mode(self)
-            Function.apply = self._apply  # type: ignore[method-assign]
+            self.functions.end()
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -380,13 +379,3 @@ def _kind_of(func: Any) -> int:
         return _BACKWARD
     makes = _MAKES if _compat_modes.takes_default_device(func) else 0
     return _ROW | makes | (_DRAWS if name in _DRAW else 0)
-
-
-def _applying(recorder: TapeRecorder, original: Any) -> Callable[..., Any]:
-    """``Function.apply`` while the tape is written: torch does not tell modes of it."""
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        return recorder.call(bound, args, kwargs) if recorder.may_call() else bound(*args, **kwargs)
-
-    return apply
