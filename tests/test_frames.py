@@ -139,9 +139,17 @@ def test_what_the_program_deletes_is_gone_at_once(trace: bool) -> None:
     assert all(gone)
 
 
+MAY_READ = {
+    "last_loss.py",  # of a program that has ended with an error
+    "tape_recorder.py",  # of a function of torch that runs compiled code
+}
+
+
 def test_no_code_of_ours_reads_the_variables_of_a_frame() -> None:
     found = []
     for path in SOURCE.rglob("*.py"):
+        if path.name in MAY_READ:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if named in ("f_locals", "locals", "getargvalues", "getinnerframes", "currentframe"):
