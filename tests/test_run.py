@@ -50,6 +50,16 @@ def script(folder: Path, code: str, name: str = "train.py") -> str:
     return str(path.relative_to(folder))
 
 
+RAISES_IN_TORCH = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = nn.BCELoss()(model(torch.ones(4, 3)), torch.full((4, 1), 3.0))
+"""
+"""From a function of torch that asks modes, such as that of the tape."""
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -60,6 +70,7 @@ def script(folder: Path, code: str, name: str = "train.py") -> str:
         ("def f():\n    raise ValueError('boom')\nf()", 1),
         ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error", 1),
         ("x = = 2", 1),
+        (RAISES_IN_TORCH, 1),
         ("import sys\nsys.excepthook = lambda *a: print('hooked', a[1], a[2].tb_lineno)\nraise ValueError(5)", 1),
         ("import atexit; atexit.register(print, 'at exit'); print('end')", 0),
         ("import sys; print(sys.argv, __name__, __file__, sys.path[0], __spec__, __package__, __doc__)", 0),
@@ -256,7 +267,7 @@ def test_a_bad_step_is_told_on_stderr_and_kept(tmp_path: Path) -> None:
     assert ended.returncode == 0
     assert "nan" not in ended.stdout
     assert "step 2  the loss is NaN: step skipped, nothing changed" in ended.stderr
-    assert "log, forward, fp32   train.py:7" in ended.stderr
+    assert "train.py:7 (log, forward, fp32)" in ended.stderr
     *_, last = ended.stderr.splitlines()
     assert last.startswith(
         "nanguard: 6 steps, 2 not applied, weights and optimizer state finite; first known at step 2"
@@ -310,8 +321,8 @@ def test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so(ending: 
 
 def test_a_trace_finds_the_first_one(tmp_path: Path) -> None:
     name = script(tmp_path, TRAINS.replace("(2, 3)", "(2,)"))
-    assert "log, forward, fp32   probably train.py:7" in done(*NANGUARD, name, cwd=tmp_path).stderr
-    assert "log, forward, fp32   train.py:7" in done(*NANGUARD, "--trace", name, cwd=tmp_path).stderr
+    assert "train.py:7 (log, forward, fp32)" in done(*NANGUARD, name, cwd=tmp_path).stderr
+    assert "train.py:7 (log, forward, fp32)" in done(*NANGUARD, "--trace", name, cwd=tmp_path).stderr
 
 
 def test_policies_and_clipping_by_name(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_causes_can_be_searched_for(site: Path) -> None:
 @pytest.mark.parametrize("word", ["wandb", "jupyter", "huggingface", "tensorboard", "lightning", "fsdp"])
 def test_what_people_use_besides_can_be_searched_for(site: Path, word: str) -> None:
     pages = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    assert [page["location"] for page in pages if word in page["text"].lower()]
+    assert [page["location"] for page in pages if word in f"{page['title']} {page['text']}".lower()]
 
 
 def test_scripts_of_the_docs_are_not_published(site: Path) -> None:

@@ -32,8 +32,12 @@ def good(out: Tensor) -> Tensor:
     return out.square().mean()
 
 
+COUNT = torch.ones(())
+
+
 def bad_slope(out: Tensor) -> Tensor:
-    return (out * 0).sqrt().sum()  # a fault of the loss, which the model knows nothing of
+    """A fault of the loss, which the model knows nothing of, and which cannot be computed again: it counts in place."""
+    return (out * COUNT.add_(1) * 0).sqrt().sum()
 
 
 class Trained:
@@ -95,7 +99,7 @@ def test_an_evaluation_between_two_steps_is_not_traced(make: Any, without: str, 
 
         program.step()
         program.step(bad_slope)
-        for _ in range(3):
+        for _ in range(search.BURST - 1):
             before = traced_ops.total()
             evaluate()
             program.step()
@@ -168,7 +172,7 @@ def test_a_function_that_switches_gradients_itself_does_not_end_the_trace(make: 
     assert (diagnosis.capture, diagnosis.cause) == ("live", "sqrt_grad_at_zero")
 
 
-def test_a_traced_run_with_evaluations_is_the_plain_run() -> None:
+def test_a_traced_run_with_evaluations_is_the_plain_run(traced_ops: Counter[bool]) -> None:
     def train(*, bad: bool) -> dict[str, Any]:
         program = Trained()
         for number in range(20):
@@ -183,6 +187,7 @@ def test_a_traced_run_with_evaluations_is_the_plain_run() -> None:
     plain = train(bad=False)
     with nanguard.install():
         assert differences(plain, train(bad=True)) == []
+    assert traced_ops, "it is a traced run"
 
 
 def test_after_an_incident_few_steps_are_traced_and_the_same_kind_is_not_searched_for_again(
@@ -208,7 +213,9 @@ def test_after_an_incident_few_steps_are_traced_and_the_same_kind_is_not_searche
     assert sum("was not located" in record.message for record in caplog.records) == 1
     diagnosis = autopilot.incidents[-1].diagnosis
     assert diagnosis is not None
-    assert "not traced again" in diagnosis.notes[-1]
+    given_up, obstacle = diagnosis.notes
+    assert "not traced again" in given_up
+    assert "changed in place since" in obstacle
 
 
 def test_several_optimizers_share_the_search(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,6 +260,7 @@ def test_dispatch_modes_of_the_program_are_left_as_it_entered_them(trace: bool) 
         num = first.num
         program.step(bad_slope)
         program.step()
+        assert len(_get_current_dispatch_mode_stack()) == 1
         with Counts() as second:  # entered while a trace is active, and left after it was ended
             program.step()
             with torch.no_grad():

@@ -93,13 +93,24 @@ def _of_program(error: BaseException) -> TracebackType | None:
     while trace is not None:
         lines.append(trace)
         trace = trace.tb_next
-    if not lines or (_is_ours(lines[-1]) and not isinstance(error, NanguardError)):
+    has_failed = bool(lines) and _is_ours(lines[-1]) and lines[-1].tb_frame.f_code.co_filename != __file__
+    if has_failed and not isinstance(error, NanguardError):  # this file compiles the program, which may raise
         return error.__traceback__
-    rest: TracebackType | None = None
-    for line in reversed(lines):
+    kept: list[TracebackType] = []
+    for line in lines:
         if not _is_ours(line):
-            rest = TracebackType(rest, line.tb_frame, line.tb_lasti, line.tb_lineno)
+            kept.append(line)
+        elif kept and kept[-1].tb_frame.f_code.co_filename == _torch_overrides():
+            del kept[-2:]  # the tape was asked by a function of torch, which is called once more then
+    rest: TracebackType | None = None
+    for line in reversed(kept):
+        rest = TracebackType(rest, line.tb_frame, line.tb_lasti, line.tb_lineno)
     return rest
+
+
+def _torch_overrides() -> str:
+    """The file of torch that asks modes; the program may not have imported torch."""
+    return getattr(sys.modules.get("torch.overrides"), "__file__", None) or ""
 
 
 def _is_ours(line: TracebackType) -> bool:
