@@ -54,7 +54,7 @@ def test_all_ranks_know_what_happened_on_one_of_them(ranks: Ranks, one: Case) ->
         assert (said["rank"], said["op"], said["module"]) == (1, one.options["function"], "inner")
         assert (said["source"]["line"], Path(said["source"]["file"]).name) == (LINE, "diagnosing.py")
         assert said["phase"] == ("forward" if one.options["function"] == "log" else "backward")
-        assert said["capture"] == ("module" if one.options["style"] == "own loop" else "step")
+        assert said["capture"] == ("tape" if one.options["style"] == "own loop" else "step")
         assert said["microbatch"] == (1 if one.options["style"] == "accumulate" else None)
         assert said["samples"] == [2]
         for words in ("rank 1", f"diagnosing.py:{LINE}", "inner"):

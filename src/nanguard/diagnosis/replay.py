@@ -153,16 +153,23 @@ class Replay:
     # ---- in other conditions -------------------------------------------------------------------------------------
 
     def is_finite(
-        self, *, fp32: Sequence[str] | None = None, samples: Sequence[int] | None = None, num: int = 0
+        self,
+        *,
+        fp32: Sequence[str] | None = None,
+        samples: Sequence[int] | None = None,
+        num: int = 0,
+        microbatch: int = 0,
     ) -> bool:
-        """True if loss and gradients are finite with modules in fp32 (``[""]``: the whole model), or on samples."""
+        """True if loss and gradients are finite with modules in fp32 (``[""]``: the whole model), or on samples.
+
+        These are of one micro-batch, which has ``num``; the others are left out then.
+        """
         pending = self.pending
-        is_taped = any(isinstance(micro.loss_fn, TapedRun) for micro in pending.microbatches)
-        if samples is not None and (self.parts.state.device.type != "cpu" or is_taped):
-            samples = filled(samples, num)
         if samples is not None:
-            micros = [replace(m, batch=take(m.batch, samples, num)) for m in pending.microbatches]
-            pending = replace(pending, microbatches=micros)
+            micro = pending.microbatches[microbatch]
+            if self.parts.state.device.type != "cpu" or isinstance(micro.loss_fn, TapedRun):
+                samples = filled(samples, num)
+            pending = replace(pending, microbatches=[replace(micro, batch=take(micro.batch, samples, num))])
         with self.in_fp32(fp32), self._kept(), self._stage(pending):
             losses = self._dry_run.run(pending)
             parameters = [p for group in self.parts.skippable.groups() for p in group]

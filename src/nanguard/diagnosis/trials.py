@@ -28,12 +28,14 @@ class Trials:
     def __init__(self, replay: Replay, budget: float) -> None:
         self._replay = replay
         self._budget = budget
+        self._microbatch = 0
         self._done: list[Trial] = []
         self._unit = 0.0
         self._spent = 0.0
 
     def made(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         """The diagnosis with the experiments and, if one was found, the fix that works."""
+        self._microbatch = run.microbatch
         diagnosis = self._precision(diagnosis, run)
         diagnosis = self._samples(diagnosis)
         confirmed = diagnosis.cause.startswith("overflow") and any(
@@ -123,9 +125,9 @@ class Trials:
     # ---- samples -------------------------------------------------------------------------------------------------
 
     def _samples(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Name the samples that make the step non-finite, if experiments show it."""
+        """Name the samples that make the failing micro-batch non-finite, if experiments with it alone show it."""
         micros = self._replay.pending.microbatches
-        num = num_samples(micros[0].batch) if len(micros) == 1 else None
+        num = num_samples(micros[self._microbatch].batch) if micros else None
         is_of_past = diagnosis.phase in ("parameter", "optimizer") or diagnosis.cause in _OF_EARLIER_STEPS
         if num is None or num < 2 or is_of_past:
             return with_shown_samples(diagnosis)
@@ -167,7 +169,8 @@ class Trials:
         """None if this could not be tried. A program for batches of one size gets the samples several times over."""
         before = len(self._done)
         for batch in (samples, filled(samples, num)):
-            result = self._try(what, functools.partial(self._replay.is_finite, samples=batch, num=num))
+            run = functools.partial(self._replay.is_finite, samples=batch, num=num, microbatch=self._microbatch)
+            result = self._try(what, run)
             made = self._done[before:]
             if made and made[-1].result is not None:
                 del self._done[before:-1]

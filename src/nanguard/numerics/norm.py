@@ -57,18 +57,6 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tens
     return norms
 
 
-def joint_norm(tensors: list[Tensor]) -> float:
-    """The norm of tensors on a CPU that are alike, as if they were one. Finite if and only if every element is."""
-    if not tensors:
-        return 0.0
-    small = [t for t in tensors if t.numel() <= _SMALL["cpu"]]
-    parts = [t for t in tensors if t.numel() > _SMALL["cpu"]] if len(small) < len(tensors) else []
-    norms = [norm.item() for norm in _norms(parts, 2.0)] if parts else []
-    if small:
-        norms.append(torch.linalg.vector_norm(_compat.flatten(small), dtype=torch.float64).item())
-    return math.hypot(*norms)
-
-
 class NormWriter:
     """Writes the norms of many tensors into one vector. Does not sync, except when their sizes change.
 

@@ -196,13 +196,17 @@ def what_happened(outcome: Outcome) -> str:
         return "a micro-batch has NaN or Inf" if reading.dropped_microbatches else "a gradient is NaN or Inf"
     if reading.found[0] == "loss":
         is_here = not math.isfinite(reading.loss)
-        return f"the loss is {_spelled(reading.loss)}" if is_here else "the loss of another rank is NaN or Inf"
+        return f"the loss is {_spelled(reading.loss)}" if is_here else f"the loss {_elsewhere(reading)} is NaN or Inf"
     return {
         "gradients": "a gradient is NaN or Inf" if len(reading.gradients) < 2 else "gradients are NaN or Inf",
         "buffers": "a buffer is NaN or Inf",
         "update": "the update is NaN or Inf",
         "output": "the output of the model is NaN or Inf",
     }[reading.found[0]]
+
+
+def _elsewhere(reading: Reading) -> str:
+    return f"of {joined([f'rank {flags.rank}' for flags in reading.ranks]) or 'another rank'}"
 
 
 def _spelled(value: float) -> str:
@@ -229,7 +233,7 @@ def noun(outcome: Outcome) -> str:
 def _found(outcome: Outcome) -> str:
     reading = outcome.verdict.reading
     parts = []
-    elsewhere = f"of {joined([f'rank {flags.rank}' for flags in reading.ranks]) or 'another rank'}"
+    elsewhere = _elsewhere(reading)
     if outcome.verdict.kind == "damage":
         parts.append(f"non-finite before this step: {joined(reading.damaged) if reading.damaged else elsewhere}")
     if outcome.verdict.kind == "divergence" and not reading.found:

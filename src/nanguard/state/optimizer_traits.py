@@ -59,14 +59,13 @@ TRAITS: dict[str, OptimizerTraits] = {
 
 def traits_of(optimizer: Optimizer) -> OptimizerTraits:
     """The row of its class, or else what can be said from its base class and its ``step()``."""
-    return _traits_of(type(optimizer))  # type: ignore[arg-type]
+    kind = type(optimizer)
+    return TRAITS.get(full_name(kind)) or _traits_without_row(kind)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
-def _traits_of(kind: Any) -> OptimizerTraits:
-    """Asked at every step, and slow for classes that are not in the table."""
-    if (own := TRAITS.get(full_name(kind))) is not None:
-        return own
+def _traits_without_row(kind: Any) -> OptimizerTraits:
+    """Kept, since it is asked at every step and slow. A row of the table is never kept: it may still be added."""
     base = next((each for each in kind.__mro__ if full_name(each) in TRAITS), None)
     # Its constructor may not take ``fused``, even if that of the base class does.
     row = OptimizerTraits() if base is None else replace(TRAITS[full_name(base)], can_be_fused=False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.numerics.finite import raise_flag_
-from nanguard.numerics.norm import NormWriter, are_alike, combine_, joint_norm, tensor_norms
+from nanguard.numerics.norm import NormWriter, are_alike, combine_, tensor_norms
 from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
@@ -41,6 +41,11 @@ class Group:
         for place, param in enumerate(self.params):
             if self.grads[place].is_conj():
                 param.grad = self.grads[place] = self.grads[place].resolve_conj()
+
+
+def _are_all_alike(groups: Sequence[Group]) -> bool:
+    """Whether one kernel can take the gradients of all groups."""
+    return are_alike([group.grads[0] for group in groups if group.grads]) and all(group.alike for group in groups)
 
 
 class ParamGroups:
@@ -149,7 +154,7 @@ class Measurement:
         if peaks:
             views.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
             sharding.global_max_(views.buffers)
-        alike = are_alike([group.grads[0] for group in groups if group.grads]) and all(g.alike for g in groups)
+        alike = _are_all_alike(groups)
         grads = [g for group in groups for g in group.grads]
         if grads and alike and grads[0].device == self._device:
             self._norms.write_(views.gradients, grads)
@@ -162,19 +167,22 @@ class Measurement:
 
     @torch.no_grad()
     def ask(self, loss: Tensor, groups: Sequence[Group]) -> MeasuredValues | None:
-        """The loss and the norm of each group, in few calls; None if something is non-finite, or may be.
+        """The loss and the norms of all gradients, in few calls; None if something is non-finite, or may be.
 
-        For a CPU. It tells no gradient from another, so the whole measurement has to follow then.
+        For a CPU. The whole measurement has to follow then. Norms are those that it would have, to the last bit.
         """
-        values = [0.0, loss.item()]
-        if not math.isfinite(values[1]):
+        value = loss.item()
+        grads = [g for group in groups for g in group.grads]
+        is_elsewhere = bool(grads) and grads[0].device != self._device
+        if not math.isfinite(value) or is_elsewhere or not _are_all_alike(groups):
             return None
-        for group in groups:
-            norm = joint_norm(group.grads) if group.alike else math.nan
-            if not math.isfinite(norm):
-                return None
-            values.append(norm)
-        return MeasuredValues(MeasurementLayout(0, 0, [1] * len(groups), (), ()), values)
+        norms = torch.zeros(len(grads), dtype=torch.float64, device=self._device)
+        if grads:
+            self._norms.write_(norms, grads)
+        params = tuple(chain.from_iterable(group.params for group in groups))
+        layout = MeasurementLayout(0, 0, [len(group.params) for group in groups], (), params)
+        measured = MeasuredValues(layout, [0.0, value, *norms.tolist()])
+        return measured if measured.is_finite else None
 
     @property
     def filled(self) -> Tensor:

@@ -68,7 +68,7 @@ class PanelLogger(Observer):
     def _counted(self, incident: Incident) -> _Seen:
         """How often this kind was seen, with this incident. Only a step that was just skipped can be a repeat."""
         outcome = incident.outcome
-        if outcome.action.response != "skip" or outcome.lost or outcome.rerun:
+        if outcome.action.response != "skip":
             return _Seen(incident.reading.step)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
