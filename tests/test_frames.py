@@ -75,7 +75,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("options", [[], ["--trace"]], ids=["plainly", "traced"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="plainly"), pytest.param(["--trace"], id="traced", marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_the_programs_variables_are_what_they_were(case: str, options: list[str], tmp_path: Path) -> None:
     program = tmp_path / "train.py"

@@ -215,6 +215,7 @@ def test_fewer_snapshots_are_kept_where_memory_is_short(
     guard.roll_back()
 
 
+@pytest.mark.campaign
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "memory.py"
     command = [sys.executable, "-W", "ignore", str(script), "--smoke", "--device", "cpu", "--out", str(tmp_path)]

@@ -300,7 +300,7 @@ def test_the_first_bad_step_may_end_it(tmp_path: Path) -> None:
 NEVER_AGAIN = TRAINS.replace("range(6)", "range(300)").replace("in (2, 3)", "> 4")
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)"])
+@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.campaign), "sys.exit(0)"])
 def test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so(ending: str, tmp_path: Path) -> None:
     ended = done(*NANGUARD, script(tmp_path, NEVER_AGAIN), cwd=tmp_path)
     assert ended.returncode == 1
@@ -571,7 +571,7 @@ def states_of_ranks(
 
 
 @needs_gloo
-@pytest.mark.parametrize("guarded", [0, 1])
+@pytest.mark.parametrize("guarded", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_healthy_run_with_one_guarded_rank_is_the_plain_run(guarded: int, tmp_path: Path) -> None:
     plain, _ = states_of_ranks(tmp_path / "plain", by=[PYTHON, PYTHON], bad_rank=-1)
     by = [NANGUARD if rank == guarded else PYTHON for rank in range(2)]
@@ -584,7 +584,7 @@ def test_a_healthy_run_with_one_guarded_rank_is_the_plain_run(guarded: int, tmp_
 
 
 @needs_gloo
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.campaign), 1])
 def test_a_bad_step_with_one_guarded_rank_does_not_hang(bad_rank: int, tmp_path: Path) -> None:
     (first, second), told = states_of_ranks(tmp_path / "mixed", by=[NANGUARD, PYTHON], bad_rank=bad_rank)
     assert all(torch.isfinite(value).all() for value in first.values())

@@ -139,7 +139,8 @@ REST = {
         "listings",
         "meta_learning",
     ),
-    *("polynomial", "recurrent", "resume", "rotations", "siamese_trainer", "two_towers", "unit_vectors"),
+    *("polynomial", "rbm", "recurrent", "resume", "rotations", "siamese_trainer", "softmax_by_hand", "two_towers"),
+    *("unit_vectors",),
 }
 """Run in the whole campaign only."""
 

@@ -840,6 +840,7 @@ def test_gpu_what_is_free_is_known_without_waiting() -> None:
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.campaign
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "snapshot.py"
     command = [sys.executable, "-W", "ignore", str(script), "--quick", "--device", "cpu", "--out", str(tmp_path)]
