@@ -190,7 +190,6 @@ class ProgramMonitor:
         pairs = list(zip(leaves, grads, strict=False))
         if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
             return grads
-        is_refused = False
         with self._at_work("gradients could not be examined"):
             self._coordinator.note_losses(losses)
             self._manual = self._manual or ManualUpdate()
@@ -198,10 +197,9 @@ class ProgramMonitor:
             with holding(pairs):
                 self._examine_trace(losses[-1])
                 self._step_manually(self._manual)
-            is_refused = self._iteration.refused
-        if self._coordinator.next_tape is not None:
-            self._begin_taping()  # not while we are at work
-        return tuple(torch.zeros_like(grad) for grad in grads) if is_refused else grads
+            if self._iteration.refused:
+                return tuple(torch.zeros_like(grad) for grad in grads)
+        return grads
 
     def step(
         self,
