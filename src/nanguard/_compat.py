@@ -380,6 +380,6 @@ def schedulers_inside(scheduler: Any) -> Sequence[Any]:
 
 
 def hooked_modules(model: nn.Module, *, backward: bool) -> list[str]:
-    """Names of the modules, but for the model itself, on which somebody has put a hook."""
+    """Names of the modules, but for the model itself, that have a hook."""
     kinds = ("_backward_hooks", "_backward_pre_hooks") if backward else FORWARD_HOOKS
     return [n for n, module in model.named_modules() if n and any(getattr(module, kind, None) for kind in kinds)]
