@@ -18,7 +18,7 @@ from nanguard.policy.rungs import Halt, Skip
 from nanguard.records.diagnosis import Diagnosis, Fix, Source
 from nanguard.records.diagnosis_text import place_in_words
 from nanguard.records.layout import fitted
-from nanguard.records.panel import panel, rows
+from nanguard.records.panel import panel, repeated, rows
 from nanguard.records.steps import Action, Incident, Means, Outcome, Reading, Verdict
 
 READING = Reading(step=66, epoch=0, batch=None, loss=math.nan, found=("loss",))
@@ -94,7 +94,7 @@ def test_a_count_is_shown_only_if_something_happens_at_its_end() -> None:
 
 
 def test_a_repeat_is_one_line() -> None:
-    told = panel(incident(diagnosis()), in_a_row=10)
+    told = repeated(incident(diagnosis()), same_as=incident().reading.step - 9, count=10)
     assert told == " nanguard  step 66  same as step 57: step skipped (10 times now)"
 
 

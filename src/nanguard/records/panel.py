@@ -18,15 +18,10 @@ _CAUSES = {
 }
 
 
-def panel(incident: Incident, where: str | None = None, *, in_a_row: int = 1) -> str:
-    """The incident in a few lines; ``where`` is the run log, if there is one.
-
-    In one line if it is the same again on neighbouring steps, ``in_a_row`` times in all.
-    """
-    outcome, step = incident.outcome, incident.reading.step
-    if in_a_row > 1:
-        return repeated(incident, same_as=step - in_a_row + 1, count=in_a_row)
-    return laid_out(f" nanguard  step {step:,}  {headline(outcome)}", rows(outcome, where))
+def panel(incident: Incident, where: str | None = None) -> str:
+    """The incident in a few lines; ``where`` is the run log, if there is one."""
+    outcome = incident.outcome
+    return laid_out(f" nanguard  step {incident.reading.step:,}  {headline(outcome)}", rows(outcome, where))
 
 
 def repeated(incident: Incident, *, same_as: int, count: int) -> str:
