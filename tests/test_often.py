@@ -101,3 +101,15 @@ def test_warnings_that_are_shown_once_are_shown_once(tmp_path: Path, monkeypatch
             program.train(bad=(2, 5))
     assert len(autopilot.incidents) == 2
     assert [str(each.message) for each in shown] == ["an old option", "this batch looks odd"]
+
+
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_a_repeat_is_one_line_whenever_the_host_learns_of_it(sync: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 1)
+    guard = nanguard.Guard(model, torch.optim.AdamW(model.parameters(), fused=True), precision="fp32", sync=sync)
+    for step in range(9):
+        guard.step(lambda model, x: model(x).mean(), torch.full((2, 3), float("nan") if step in (2, 6) else 1.0))
+    guard.settle()
+    told = [record.getMessage() for record in caplog.records if "  step " in record.getMessage()]
+    assert [len(text.splitlines()) > 1 for text in told] == [True, False]
+    assert "same as step 2" in told[1]
