@@ -45,6 +45,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(READY): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt speechbrain hyperpyyaml  # torchaudio has no CPU build
 	touch $@
 
 clean:

@@ -25,6 +25,7 @@ LAYERS = [
     {"monitor", "recovery"},
     {"wiring"},
     {"guard", "hosted", "standalone"},
+    {"integrations"},
     {"autopilot"},
     {"checkpoint", "checkup", "replay", "report", "testing"},
     {"demo"},

@@ -64,7 +64,7 @@ def images(*folders: str, count: int = 12, size: int = 64) -> Generator:
     """Pictures in folders, one folder for each class."""
 
     def write(folder: Path) -> None:
-        from PIL import Image  # type: ignore[import-not-found]
+        from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
         random = rng()
         for at in folders:
