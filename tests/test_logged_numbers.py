@@ -90,6 +90,42 @@ def test_a_norm_that_overflows_is_logged_as_such(tmp_path: Path) -> None:
     assert not autopilot.incidents
 
 
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_a_gradient_that_is_spoiled_after_clipping_is_seen(sync: Any) -> None:
+    """The norms that clipping computes are used only for gradients that nothing has touched since."""
+    model, optimizer = net(), None
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+        for number, (x, y) in enumerate(make_batches(8)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if number == 4:
+                model.out.weight.grad[0, 0] = float("nan")
+            elif number == 6:
+                model.out.weight.grad = torch.full_like(model.out.weight, float("inf"))
+            optimizer.step()
+    assert [incident.reading.step for incident in autopilot.incidents] == ([4, 6] if sync == "eager" else [4])
+    assert autopilot.unsound() == ()
+
+
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_gradients_are_named_as_they_were_before_clipping(sync: Any) -> None:
+    """One NaN makes the norm NaN, and clipping by it makes every gradient NaN."""
+    model = net()
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = AdamW(reversed(list(model.parameters())), lr=0.01, fused=True)
+        for number, (x, y) in enumerate(make_batches(8)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if number == 5:
+                model.out.bias.grad[0] = float("nan")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert incident.reading.gradients == ("out.bias",)
+
+
 def divided(loss: Tensor) -> Tensor:
     return loss / 4
 

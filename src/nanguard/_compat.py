@@ -49,6 +49,17 @@ def torch_total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def clip_grad_norm(grads: list[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
+    """Does what ``clip_grad_norm_`` does to gradients of one device and dtype. Returns their norms and that of all.
+
+    The same kernels as torch's, so the same bits, without what it does for gradients of several kinds. Does not sync.
+    """
+    norms = torch.stack(torch._foreach_norm(grads, 2.0))
+    total = torch.linalg.vector_norm(norms, 2.0)
+    torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return norms, total
+
+
 def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[int]]]:
     """Lists of tensors that one kernel can take together, each with the places they had in ``tensors``."""
     grouped: Any = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)

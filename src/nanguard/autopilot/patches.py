@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from nanguard import _compat
 from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.monitor import ProgramMonitor
-from nanguard.hosted.clipping import clipped_by_value, clipped_to_norm, total_norm
+from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
 from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
@@ -220,8 +220,11 @@ class Patches:
             if _compat.is_recording() or monitor.is_idle:
                 return original(parameters, max_norm, *args, **kwargs)
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-            norm = original(parameters, max_norm, *args, **kwargs)
-            clipped_to_norm(monitor.hosted_steps, parameters, norm, max_norm)
+            hosted_steps = monitor.hosted_steps
+            norm = None if args or kwargs else clip_to_norm(hosted_steps, parameters, max_norm)
+            if norm is None:
+                norm = original(parameters, max_norm, *args, **kwargs)
+                clipped_to_norm(hosted_steps, parameters, norm, max_norm)
             return norm
 
         return clip

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat_modes
-from nanguard.numerics.norm import tensor_norms
+from nanguard import _compat, _compat_modes
+from nanguard.numerics.norm import are_alike, tensor_norms
 from nanguard.state.readback import AsyncReadback, PendingCopy
+from nanguard.step.known_norms import KnownNorms
 
 if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
@@ -21,15 +23,28 @@ _TINY = 1e-6
 
 
 class ProgramClipping:
-    """By what the gradients of each parameter group were divided since the last step. Nothing here syncs."""
+    """What the program's clipping has done to the gradients since the last step. Nothing here syncs.
+
+    If it was ordinary, the norms of all gradients before it are known. Otherwise there is a divisor for each parameter
+    group, by which its gradients were divided.
+    """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._readbacks = AsyncReadback(device)
         self._divisors: list[Tensor | None] = []
+        self._first: tuple[KnownNorms, Callable[[], None]] | None = None
+
+    def note_norms(self, known: KnownNorms, divide: Callable[[], None]) -> bool:
+        """The program has clipped gradients for the first time in this step; ``divide`` notes it as a divisor."""
+        is_first = self._first is None and not self._divisors
+        if is_first:
+            self._first = known, divide
+        return is_first
 
     def note(self, clipped: set[int], divisor: Tensor) -> None:
         """``clipped`` are the identities of parameters. A group that is clipped in part is left as it is."""
+        self._use_divisor()
         groups = self._optimizer.param_groups
         if len(self._divisors) != len(groups):
             self._divisors = [None] * len(groups)
@@ -39,17 +54,47 @@ class ProgramClipping:
                 before = self._divisors[place]
                 self._divisors[place] = divisor if before is None else before * divisor
 
+    def _use_divisor(self) -> None:
+        if self._first is not None:
+            (_, divide), self._first = self._first, None
+            divide()
+
     def forget(self) -> None:
         """The gradients are new."""
-        self._divisors = []
+        self._divisors, self._first = [], None
 
-    def take(self) -> PendingCopy | None:
-        """One divisor for each group, on its way to the host; None if nothing was clipped."""
+    def take(self, *, may_know: bool) -> tuple[KnownNorms | None, PendingCopy | None]:
+        """The norms of all gradients, or one divisor for each group on its way to the host, or neither."""
+        if may_know and self._first is not None:
+            known, groups = self._first[0], self._optimizer.param_groups
+            if known.covers(p.grad for group in groups for p in group["params"] if p.grad is not None):
+                self._first = None
+                return known, None
+        self._use_divisor()
         divisors, self._divisors = self._divisors, []
         if not any(divisor is not None for divisor in divisors):
-            return None
+            return None, None
         one = torch.ones((), dtype=torch.float64, device=self._device)
-        return self._readbacks.post(torch.stack([one if each is None else each.to(one) for each in divisors]))
+        return None, self._readbacks.post(torch.stack([one if each is None else each.to(one) for each in divisors]))
+
+
+def clip_to_norm(hosted_steps: Sequence[HostedStep], params: Any, max_norm: Any) -> Tensor | None:
+    """Does what ``clip_grad_norm_`` does, and notes the norms that it computes: they need not be measured again.
+
+    Returns the norm of all; None, and does nothing, if gradients are not all of one ordinary kind.
+    """
+    grads = [param.grad for param in _listed(params) if param.grad is not None]
+    is_ordinary = hosted_steps and isinstance(max_norm, (int, float)) and {type(grad) for grad in grads} == {Tensor}
+    if not is_ordinary or not are_alike(grads) or grads[0].dtype is not torch.float32:
+        return None
+    with _compat_modes.unwatched(), torch.no_grad():
+        norms, total = _compat.clip_grad_norm(grads, float(max_norm))
+    known = KnownNorms(grads, norms)
+    for hosted in hosted_steps:
+        divide = functools.partial(clipped_to_norm, [hosted], params, total, max_norm)
+        if not hosted.clipping.note_norms(known, divide):
+            divide()
+    return total
 
 
 def clipped_to_norm(hosted_steps: Iterable[HostedStep], params: Any, norm: Any, max_norm: Any) -> None:

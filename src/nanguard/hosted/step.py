@@ -46,6 +46,9 @@ log = logging.getLogger("nanguard")
 _ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
 
 
+_ORDINARY_NORM = 1e12
+
+
 class _SharedBuffers(Undo):
     """Puts back the buffers that another hosted step has noted."""
 
@@ -181,12 +184,12 @@ class HostedStep(UncheckedSteps):
         """
         pending = self._pending()
         pending.measured = None
+        self.clipping.forget()
         has_called, self._has_called = self._has_called, True
         if not is_first:
             self.parts.last_forward.follow_()
             return
         self.parts.last_forward.mend_in_any_case_()
-        self.clipping.forget()
         self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
         self.parts.last_forward.begin_(self.parts.buffers)
 
@@ -209,6 +212,7 @@ class HostedStep(UncheckedSteps):
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:
         """The host is about to call ``backward()`` on these."""
+        self.clipping.forget()
         self.parts.last_forward.was_used(losses)
 
     def random_states(self) -> RngState:
@@ -324,7 +328,7 @@ class HostedStep(UncheckedSteps):
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
         losses = _undivided(self._losses_that_count(this), this.divisors)
-        pending.before_clipping = self.clipping.take()
+        pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
@@ -332,6 +336,11 @@ class HostedStep(UncheckedSteps):
         pending.live, pending.graph_finding = this.live, this.graph_finding
         pending.tape = this.tape if this.tape.losses else None
         pending.fetched = list(this.fetched)
+
+    def _has_ordinary_norms(self) -> bool:
+        """Clipping computes norms in fp32, which overflow before gradients do: not if the last ones were near that."""
+        last = self.parts.journal.last
+        return last is not None and all(norm < _ORDINARY_NORM for norm in last.verdict.reading.norms)
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""

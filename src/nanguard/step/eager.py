@@ -133,7 +133,13 @@ class Eager:
             return quick
         self._parts.measure(pending, groups)
         self._parts.measurement.agree_()
-        return MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())
+        measured = MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())
+        if pending.known_norms is None or measured.is_finite or self._parts.ranks.votes:
+            return measured
+        # The norms of the program's clipping are of fp32, and overflow before the gradients do.
+        pending.known_norms = None
+        again = self._ask(pending, groups)
+        return again if again.is_finite else measured
 
 
 def _drop_gradients(groups: list[Group], bad: Sequence[nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import NormWriter, are_alike, combine_, tensor_norms
 from nanguard.state import sharding
+from nanguard.step.known_norms import KnownIndices, KnownNorms
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
 
@@ -120,6 +121,7 @@ class Measurement:
         self._ranks = ranks
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._norms = NormWriter()
+        self._indices = KnownIndices()
         self.layout = EMPTY_LAYOUT
         self._views = _Views(EMPTY_LAYOUT.sizes, device)
 
@@ -132,10 +134,12 @@ class Measurement:
         flags: Sequence[Tensor],
         buffers: tuple[tuple[str, ...], list[Tensor]],
         groups: Sequence[Group],
+        known: KnownNorms | None = None,
         sums_groups: bool = True,
     ) -> None:
         """``buffers`` are names, and vectors with one largest absolute value for each of them.
 
+        ``known`` are norms that need not be computed again.
         Without ``sums_groups``, ``norms`` is not written: the host computes them itself from the norms of gradients.
         """
         names, peaks = buffers
@@ -156,7 +160,10 @@ class Measurement:
             sharding.global_max_(views.buffers)
         alike = _are_all_alike(groups)
         grads = [g for group in groups for g in group.grads]
-        if grads and alike and grads[0].device == self._device:
+        norms = self._known(known, grads)
+        if norms is not None:
+            views.gradients.copy_(norms)
+        elif grads and alike and grads[0].device == self._device:
             self._norms.write_(views.gradients, grads)
         elif grads:
             torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=views.gradients)
@@ -166,7 +173,7 @@ class Measurement:
             combine_(views.norms, views.each_norm, views.groups, alike=alike)
 
     @torch.no_grad()
-    def ask(self, loss: Tensor, groups: Sequence[Group]) -> MeasuredValues | None:
+    def ask(self, loss: Tensor, groups: Sequence[Group], known: KnownNorms | None) -> MeasuredValues | None:
         """The loss and the norms of all gradients, in few calls; None if something is non-finite, or may be.
 
         For a CPU. The whole measurement has to follow then. Norms are those that it would have, to the last bit.
@@ -176,13 +183,21 @@ class Measurement:
         is_elsewhere = bool(grads) and grads[0].device != self._device
         if not math.isfinite(value) or is_elsewhere or not _are_all_alike(groups):
             return None
-        norms = torch.zeros(len(grads), dtype=torch.float64, device=self._device)
-        if grads:
-            self._norms.write_(norms, grads)
+        norms = self._known(known, grads)
+        if norms is None:
+            norms = torch.zeros(len(grads), dtype=torch.float64, device=self._device)
+            if grads:
+                self._norms.write_(norms, grads)
         params = tuple(chain.from_iterable(group.params for group in groups))
         layout = MeasurementLayout(0, 0, [len(group.params) for group in groups], (), params)
         measured = MeasuredValues(layout, [0.0, value, *norms.tolist()])
         return measured if measured.is_finite else None
+
+    def _known(self, known: KnownNorms | None, grads: Sequence[Tensor]) -> Tensor | None:
+        """If each of the gradients is known, no kernel has to read them again."""
+        if known is None or not grads or grads[0].device != self._device:
+            return None
+        return known.of(grads, self._indices)
 
     @property
     def filled(self) -> Tensor:

@@ -227,7 +227,9 @@ class StepParts:
         needs_all = self.ranks.votes or self.clipper.needs_norms or self.journal.observers.wants_measurement
         if needs_all or self.state.device.type != "cpu" or pending.flags or self.precision.scaler is not None:
             return None
-        return self.measurement.ask(pending.mean_loss(), groups) if self.buffers.are_finite() else None
+        if not self.buffers.are_finite():
+            return None
+        return self.measurement.ask(pending.mean_loss(), groups, pending.known_norms)
 
     def measure(self, pending: PendingStep, groups: list[Group]) -> None:
         """Writes all that the step has to say onto the board."""
@@ -237,6 +239,7 @@ class StepParts:
             flags=pending.flags,
             buffers=self.buffers.peaks(),
             groups=groups,
+            known=None if self.clipper.needs_norms else pending.known_norms,  # we clip what is left of them
             sums_groups=self.clipper.needs_norms,
         )
         pending.layout = self.measurement.layout
