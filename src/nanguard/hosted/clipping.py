@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard import _compat, _compat_modes
+from nanguard.hosted.known_norms import KnownIndices, KnownNorms
 from nanguard.numerics.norm import are_alike, tensor_norms
 from nanguard.state.readback import AsyncReadback, PendingCopy
-from nanguard.step.known_norms import KnownNorms
 
 if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
@@ -32,6 +32,7 @@ class ProgramClipping:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._readbacks = AsyncReadback(device)
+        self._indices = KnownIndices()
         self._divisors: list[Tensor | None] = []
         self._first: tuple[KnownNorms, Callable[[], None]] | None = None
 
@@ -63,13 +64,15 @@ class ProgramClipping:
         """The gradients are new."""
         self._divisors, self._first = [], None
 
-    def take(self, *, may_know: bool) -> tuple[KnownNorms | None, PendingCopy | None]:
+    def take(self, *, may_know: bool) -> tuple[Tensor | None, PendingCopy | None]:
         """The norms of all gradients, or one divisor for each group on its way to the host, or neither."""
         if may_know and self._first is not None:
-            known, groups = self._first[0], self._optimizer.param_groups
-            if known.covers(p.grad for group in groups for p in group["params"] if p.grad is not None):
+            groups = self._optimizer.param_groups
+            grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
+            norms = self._first[0].of(grads, self._indices)
+            if norms is not None:
                 self._first = None
-                return known, None
+                return norms, None
         self._use_divisor()
         divisors, self._divisors = self._divisors, []
         if not any(divisor is not None for divisor in divisors):

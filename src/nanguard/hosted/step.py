@@ -340,7 +340,9 @@ class HostedStep(UncheckedSteps):
     def _has_ordinary_norms(self) -> bool:
         """Clipping computes norms in fp32, which overflow before gradients do: not if the last ones were near that."""
         last = self.parts.journal.last
-        return last is not None and all(norm < _ORDINARY_NORM for norm in last.verdict.reading.norms)
+        if self.parts.precision.scaler is not None or last is None:
+            return False
+        return all(norm < _ORDINARY_NORM for norm in last.verdict.reading.norms)
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import NormWriter, are_alike, combine_, tensor_norms
 from nanguard.state import sharding
-from nanguard.step.known_norms import KnownIndices, KnownNorms
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
 
@@ -121,7 +120,6 @@ class Measurement:
         self._ranks = ranks
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._norms = NormWriter()
-        self._indices = KnownIndices()
         self.layout = EMPTY_LAYOUT
         self._views = _Views(EMPTY_LAYOUT.sizes, device)
 
@@ -134,7 +132,7 @@ class Measurement:
         flags: Sequence[Tensor],
         buffers: tuple[tuple[str, ...], list[Tensor]],
         groups: Sequence[Group],
-        known: KnownNorms | None = None,
+        known: Tensor | None = None,
         sums_groups: bool = True,
     ) -> None:
         """``buffers`` are names, and vectors with one largest absolute value for each of them.
@@ -160,9 +158,8 @@ class Measurement:
             sharding.global_max_(views.buffers)
         alike = _are_all_alike(groups)
         grads = [g for group in groups for g in group.grads]
-        norms = self._known(known, grads)
-        if norms is not None:
-            views.gradients.copy_(norms)
+        if known is not None and len(known) == len(grads):
+            views.gradients.copy_(known)
         elif grads and alike and grads[0].device == self._device:
             self._norms.write_(views.gradients, grads)
         elif grads:
@@ -173,7 +170,7 @@ class Measurement:
             combine_(views.norms, views.each_norm, views.groups, alike=alike)
 
     @torch.no_grad()
-    def ask(self, loss: Tensor, groups: Sequence[Group], known: KnownNorms | None) -> MeasuredValues | None:
+    def ask(self, loss: Tensor, groups: Sequence[Group], known: Tensor | None) -> MeasuredValues | None:
         """The loss and the norms of all gradients, in few calls; None if something is non-finite, or may be.
 
         For a CPU. The whole measurement has to follow then. Norms are those that it would have, to the last bit.
@@ -183,8 +180,8 @@ class Measurement:
         is_elsewhere = bool(grads) and grads[0].device != self._device
         if not math.isfinite(value) or is_elsewhere or not _are_all_alike(groups):
             return None
-        norms = self._known(known, grads)
-        if norms is None:
+        norms = known
+        if norms is None or len(norms) != len(grads):
             norms = torch.zeros(len(grads), dtype=torch.float64, device=self._device)
             if grads:
                 self._norms.write_(norms, grads)
@@ -192,12 +189,6 @@ class Measurement:
         layout = MeasurementLayout(0, 0, [len(group.params) for group in groups], (), params)
         measured = MeasuredValues(layout, [0.0, value, *norms.tolist()])
         return measured if measured.is_finite else None
-
-    def _known(self, known: KnownNorms | None, grads: Sequence[Tensor]) -> Tensor | None:
-        """If each of the gradients is known, no kernel has to read them again."""
-        if known is None or not grads or grads[0].device != self._device:
-            return None
-        return known.of(grads, self._indices)
 
     @property
     def filled(self) -> Tensor:

@@ -17,7 +17,6 @@ from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
-from nanguard.step.known_norms import KnownNorms
 from nanguard.step.measurement import EMPTY_LAYOUT, MeasuredValues, MeasurementLayout
 from nanguard.step.tape import CallTape
 
@@ -90,7 +89,7 @@ class PendingStep:
     readback: PendingCopy | None = None
     before_clipping: PendingCopy | None = None
     """By what the program has divided the gradients of each group."""
-    known_norms: KnownNorms | None = None
+    known_norms: Tensor | None = None
     """Of the gradients before the program has clipped them, if it has."""
     verdict: Verdict | None = None
     latches: bool = True

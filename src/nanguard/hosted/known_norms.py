@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +20,10 @@ class KnownNorms:
     def __init__(self, grads: Sequence[Tensor], norms: Tensor) -> None:
         self._grads, self._norms = grads, norms
         self._versions = list(map(_compat.version, grads))
-        self._ids = set(map(id, grads))
-
-    def covers(self, grads: Iterable[Tensor]) -> bool:
-        """Whether these gradients are among the known ones."""
-        return {id(grad) for grad in grads} <= self._ids
 
     def of(self, grads: Sequence[Tensor], indices: KnownIndices) -> Tensor | None:
         """The norms of these gradients, in their order; None if one of them is not known. Does not sync."""
-        if len(grads) == len(self._grads) and all(a is b for a, b in zip(grads, self._grads, strict=True)):
+        if len(grads) == len(self._grads) and all(map(operator.is_, grads, self._grads)):
             return self._norms if list(map(_compat.version, grads)) == self._versions else None
         places = {id(grad): place for place, grad in enumerate(self._grads)}
         wanted = [places.get(id(grad), -1) for grad in grads]
