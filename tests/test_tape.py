@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import nanguard
 from helpers import TinyNet, differences, everything, make_batches
+from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.step import tape_recorder
 from nanguard.step.tape import CallTape, Outside, Row, tokens
@@ -668,3 +669,65 @@ def test_a_function_of_autograd_that_was_looked_up_before_the_model_was_called()
     assert (found.capture, found.phase, found.op) == ("tape", "backward", "div")
     assert found.source is not None
     assert found.source.line == line("own derivative")
+
+
+def new_tensors(x: Tensor, y: Tensor) -> None:
+    """``torch.autograd.grad``, and new weights each step."""
+    weights = torch.zeros(3, requires_grad=True)
+    for _ in range(4):
+        p = torch.sigmoid(x @ weights)
+        loss = -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+        (gradient,) = torch.autograd.grad(loss, [weights])
+        weights = (weights - gradient).detach().requires_grad_()
+
+
+def data_of_tensors(x: Tensor, y: Tensor) -> None:
+    """Updates through ``.data``, with writes in place between the backward pass and the next forward pass."""
+    weights = torch.zeros(3, requires_grad=True)
+    for _ in range(4):
+        p = torch.sigmoid(x @ weights)
+        (-(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()).backward()
+        weights.data -= weights.grad.data
+        weights.grad.data.zero_()
+
+
+def in_place(x: Tensor, y: Tensor) -> None:
+    weights = torch.zeros(3, requires_grad=True)
+    for _ in range(4):
+        p = torch.sigmoid(x @ weights)
+        (-(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()).backward()
+        with torch.no_grad():
+            weights -= weights.grad
+            weights.mul_(1.0)
+        weights.grad = None
+
+
+def with_lbfgs(x: Tensor, y: Tensor) -> None:
+    weights = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], lr=1.0, max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        p = torch.sigmoid(x @ weights)
+        loss = -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("program", [new_tensors, data_of_tensors, in_place, with_lbfgs])
+def test_programs_without_modules_are_examined_by_the_tape(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the graph cannot be looked at without waiting. So it is not looked at here either."""
+    monkeypatch.setattr(StepCoordinator, "examine_graph", lambda self, losses: None)
+    torch.manual_seed(50)
+    x = 100 * torch.randn(50, 3)
+    y = (x[:, 0] + 40 * torch.randn(50) > 0).float()
+    with nanguard.install() as autopilot:
+        program(x, y)
+    found = autopilot.incidents[0].diagnosis
+    assert found is not None
+    assert (found.cause, found.op, found.capture) == ("log_of_zero", "log", "tape")
+    assert found.source is not None
+    assert found.source.text.strip().startswith(("loss = -(y * torch.log(p)", "(-(y * torch.log(p)"))

@@ -22,7 +22,7 @@ from nanguard.autopilot.registry import Registry, hosted_step_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
-from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure
+from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure, call_after
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_of_leaves
@@ -31,6 +31,7 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import NotedSampler
 from nanguard.state.rng import RngState
+from nanguard.state.trees import tensors
 from nanguard.step.calls import Call, CallRecorder
 
 log = logging.getLogger("nanguard")
@@ -134,10 +135,11 @@ class ProgramMonitor:
         with self._at_work("a loss could not be noted"), _compat_modes.unwatched():
             losses = losses_in(tensors)
             self._coordinator.after_forward(losses)
-            self.taper.note_backward(tensors, gradients)
+            leaves = leaves_of(losses) if self._has_no_optimizer else []
+            self.taper.note_backward(tensors, gradients, leaves)
             if self._has_no_optimizer and losses:
                 self._manual = self._manual or ManualUpdate()
-                self._manual.expect(leaves_of(losses))
+                self._manual.expect(leaves)
 
     def in_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around the pass itself."""
@@ -171,16 +173,15 @@ class ProgramMonitor:
                 self._manual.hosted.look_again()
             self._iteration.live = live.after_backward(loss) or self._iteration.live
 
-    def before_grad(self, outputs: Any) -> None:
+    def before_grad(self, outputs: Any, inputs: Any) -> None:
         """The program is about to call ``torch.autograd.grad``, which frees the graph."""
-        losses = losses_in(outputs)
         if not self._with_optimizer:
             self.taper.stop()
             with self._at_work("a loss could not be examined"), _compat_modes.unwatched():
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
-                self._coordinator.examine_graph(losses)
-                self.taper.note_backward(outputs)
+                self._coordinator.examine_graph(losses_in(outputs))
+                self.taper.note_backward(outputs, None, list(tensors(inputs)))
 
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
@@ -190,6 +191,7 @@ class ProgramMonitor:
         pairs = list(zip(leaves, grads, strict=False))
         if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
             return grads
+        refused = False
         with self._at_work("gradients could not be examined"):
             self._coordinator.note_losses(losses)
             self._manual = self._manual or ManualUpdate()
@@ -197,9 +199,10 @@ class ProgramMonitor:
             with holding(pairs):
                 self._examine_trace(losses[-1])
                 self._step_manually(self._manual)
-            if self._iteration.refused:
-                return tuple(torch.zeros_like(grad) for grad in grads)
-        return grads
+            refused = self._iteration.refused
+        if self._coordinator.next_tape is not None:
+            self._begin_taping()  # not while we are at work
+        return tuple(torch.zeros_like(grad) for grad in grads) if refused else grads
 
     def step(
         self,
@@ -253,15 +256,19 @@ class ProgramMonitor:
         if hosted is None:
             return call(closure)
         if not (runs_first or hosted.runs_closure_first):
-            watched = WatchedClosure(closure)
+            watched = WatchedClosure(self.taped(closure))
             return self.step(optimizer, functools.partial(call, watched), check_afterwards=True, watched=watched)
         with torch.enable_grad():
-            loss = closure()
+            loss = self.taped(closure)()
         answered = AnsweredClosure(closure, loss)
         result = self.step(optimizer, functools.partial(call, answered), otherwise=loss)
         if answered.ran_again:
             hosted.runs_closure_first = False
         return result
+
+    def taped(self, closure: Closure) -> Closure:
+        """The closure, with a tape of what it does."""
+        return functools.partial(call_after, self._begin_taping, closure)
 
     def num_calls(self, optimizer: Optimizer) -> int:
         """How often its ``step()`` was called."""

@@ -105,18 +105,19 @@ class Patches:
                 monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
-            call = functools.partial(original, optimizer, *args, **kwargs)
-            # Hooks may change gradients.
             has_hooks, traits = _compat.has_step_pre_hooks(optimizer), traits_of(optimizer)
-            if has_hooks or traits.needs_closure:
-                return monitor.step(optimizer, call, check_afterwards=True)
+            is_unchecked = has_hooks or traits.needs_closure  # hooks may change gradients
             if not callable(closure):
-                return monitor.step(optimizer, call)
+                call = functools.partial(original, optimizer, *args, **kwargs)
+                return monitor.step(optimizer, call, check_afterwards=is_unchecked)
             others = {name: value for name, value in kwargs.items() if name != "closure"}
 
             def call_with(closure: Any) -> Any:
                 return original(optimizer, closure, *args[1:], **others)
 
+            if is_unchecked:
+                call = functools.partial(call_with, monitor.taped(closure))
+                return monitor.step(optimizer, call, check_afterwards=True)
             return monitor.step_with_closure(optimizer, call_with, closure, runs_first=traits.calls_closure_once)
 
         return step
@@ -154,7 +155,7 @@ class Patches:
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
             if _compat.is_recording() or monitor.is_idle or monitor.is_nested or is_part:
                 return original(outputs, inputs, *args, **kwargs)
-            monitor.before_grad(outputs)
+            monitor.before_grad(outputs, inputs)
             grads = original(outputs, inputs, *args, **kwargs)
             return monitor.after_grad(outputs, inputs, grads)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +25,11 @@ class ProgramTape(TapeRecorder):
         if self._is_wanted:
             self.begin(coordinator.next_tape or coordinator.iteration.tape, keeps_older=not is_alone)
 
-    def note_backward(self, tensors: Any, gradients: Any = None) -> None:
+    def note_backward(self, tensors: Any, gradients: Any = None, trained: Sequence[Tensor] = ()) -> None:
         """A backward pass begins at these tensors, with these gradients."""
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
-        self.note_losses(roots, given if len(given) == len(roots) else ())
+        self.note_losses(roots, given if len(given) == len(roots) else (), trained)
 
     def end_step(self, coordinator: StepCoordinator, *, is_alone: bool) -> bool:
         """After a step. True if the tape goes on at once: the program has called no module in it.

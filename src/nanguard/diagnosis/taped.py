@@ -54,7 +54,8 @@ class TapedRun:
 
         def value_of(token: Any) -> Any:
             if isinstance(token, Made):
-                return made[token.number][token.place]
+                trained = self._tape.trained.get((token.number, token.place))
+                return made[token.number][token.place] if trained is None else trained
             if isinstance(token, Drawn):
                 generator = torch.Generator(token.device)
                 generator.set_state(token.state)

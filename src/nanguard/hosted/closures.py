@@ -15,6 +15,12 @@ from nanguard.state.training_state import CapturedUpdate
 Closure = Callable[[], Any]
 
 
+def call_after(prepare: Callable[[], None], closure: Closure) -> Any:
+    """Calls both."""
+    prepare()
+    return closure()
+
+
 class WatchedClosure:
     """Counts the calls that an optimizer makes. ``before`` is set to what the step found."""
 

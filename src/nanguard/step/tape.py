@@ -116,9 +116,14 @@ class TapedLoss:
 
 @dataclass(slots=True)
 class CallTape:
-    """The rows of one step by number, and its backward passes. ``older`` is the tape before, if rows refer to it."""
+    """The rows of one step by number, and its backward passes. ``older`` is the tape before, if rows refer to it.
+
+    ``trained`` are the tensors that a program without an optimizer trains, if a row made them: such as
+    ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
+    """
 
     rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    trained: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: list[TapedLoss] = field(default_factory=list)
     older: CallTape | None = None
     was_cut: bool = False
@@ -138,7 +143,7 @@ class CallTape:
         known = {**(self.older.rows if self.older is not None else {}), **self.rows}
         rows = {number: Row(*raw) for number, raw in known.items() if number <= last}
         found: set[int] = set()
-        todo = [token.number for token in wanted if isinstance(token, Made)]
+        todo = self._numbers(wanted)
         writes = [(number, self._base(rows, number)) for number, row in rows.items() if row.writes]
         while todo:
             while todo:
@@ -146,12 +151,15 @@ class CallTape:
                 if number not in found:
                     found.add(number)
                     if number in rows:
-                        args = rows[number].args, rows[number].kwargs
-                        todo += [token.number for token in tokens(args) if isinstance(token, Made)]
+                        todo += self._numbers(tokens((rows[number].args, rows[number].kwargs)))
             bases = {self._base(rows, number) for number in found}
             end = max(found)
             todo = [number for number, base in writes if base in bases and number < end and number not in found]
         return sorted(found)
+
+    def _numbers(self, found: Iterable[Any]) -> list[int]:
+        made = [token for token in found if isinstance(token, Made)]
+        return [token.number for token in made if (token.number, token.place) not in self.trained]
 
     def _base(self, rows: dict[int, Row], number: int) -> int:
         """The row whose memory the result of this row may share."""
@@ -167,6 +175,12 @@ class CallTape:
 def name_of(function: Any) -> str:
     """The name of a function, also of a property's getter."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def sets_data_of_trained(function: Any, tensor: Tensor) -> bool:
+    """Whether it sets the data of a tensor that the program trains: ``w.data = ...``, ``w.data -= ...``."""
+    of = getattr(getattr(function, "__self__", None), "__name__", "")
+    return name_of(function) == "__set__" and of == "data" and tensor.is_leaf and tensor.requires_grad
 
 
 def place_of(code: CodeType | None, at: int) -> Place | None:

@@ -18,7 +18,7 @@ from nanguard.source.frames import is_users_file
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
-from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, name_of, words
+from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, name_of, sets_data_of_trained, words
 from nanguard.step.tape_functions import FunctionCalls
 
 _MOST_ROWS = 4096
@@ -27,8 +27,8 @@ _MOST_ROWS = 4096
 _SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
-_NO_ROW, _ROW, _DRAWS, _MAKES, _BACKWARD = 0, 1, 2, 4, 8
-"""What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device."""
+_NO_ROW, _ROW, _DRAWS, _MAKES, _BACKWARD, _WRITES = 0, 1, 2, 4, 8, 16
+"""Of a function: it is a row; it draws random numbers, makes tensors on the default device, or writes to one."""
 
 _NOTHING: dict[str, Any] = {}
 _NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
@@ -181,6 +181,9 @@ class TapeRecorder(TorchFunctionMode):
                 named = {**named, "device": result.device}
             self._add(func, given, named, rng, args, result, sys._getframe(1))
             return result
+        if kind & _WRITES and result.is_leaf and result.requires_grad:
+            marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
+            return result
         frame = sys._getframe(1)
         code: CodeType | None = frame.f_code
         at = frame.f_lasti
@@ -224,9 +227,18 @@ class TapeRecorder(TorchFunctionMode):
             self._append(raw, list(tensors(output)))
             self._num_calls += 1
 
-    def note_losses(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None] = ()) -> None:
-        """A backward pass begins at these."""
+    def note_losses(
+        self,
+        losses: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] = (),
+        trained: Sequence[Tensor] = (),
+    ) -> None:
+        """A backward pass begins at these. ``trained`` are tensors that the program trains without an optimizer."""
         if self.tape is not None:
+            for tensor in trained:
+                mark = self._marks.get(id(tensor))
+                if mark is not None and mark[0]() is tensor:
+                    self.tape.trained[mark[1].number, mark[1].place] = tensor
             roots = tuple(self._token(loss) for loss in losses)
             given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
@@ -295,6 +307,9 @@ class TapeRecorder(TorchFunctionMode):
         elif isinstance(result, (tuple, list)):
             made = list(tensors(result))
         elif result is None and given and isinstance(given[0], Tensor):
+            if sets_data_of_trained(func, given[0]):
+                self._marks.pop(id(given[0]), None)
+                return
             made = [given[0]]
         else:
             return
@@ -378,4 +393,5 @@ def _kind_of(func: Any) -> int:
     if name == "backward":
         return _BACKWARD
     makes = _MAKES if _compat_modes.takes_default_device(func) else 0
-    return _ROW | makes | (_DRAWS if name in _DRAW else 0)
+    writes = _WRITES if name.endswith("_") and not name.endswith("__") and name != "requires_grad_" else 0
+    return _ROW | makes | writes | (_DRAWS if name in _DRAW else 0)
