@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -126,3 +127,23 @@ def leave_mode(mode: Any) -> None:
     mode.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast that the program turns on inside has no effect."""
+    kind: Any = torch.autocast
+    enter = kind.__enter__
+
+    def enter_disabled(self: Any) -> Any:
+        enabled, self._enabled = self._enabled, False
+        try:
+            return enter(self)
+        finally:
+            self._enabled = enabled
+
+    kind.__enter__ = enter_disabled
+    try:
+        yield
+    finally:
+        kind.__enter__ = enter

@@ -194,7 +194,11 @@ class DiagnosisScheduler:
         diagnosis = self._examiner.examine_update(pending, reading, past) if update else None
         if diagnosis is not None:
             return diagnosis
-        diagnosis, notes = self._of_tape(pending, reading, past)
+        diagnosis, notes = self._of_host(pending, reading, past)
+        if diagnosis is not None:
+            return diagnosis
+        diagnosis, more = self._of_tape(pending, reading, past)
+        notes = (*notes, *more)
         if diagnosis is not None:
             return diagnosis
         if pending.calls:
@@ -206,6 +210,20 @@ class DiagnosisScheduler:
             told = None if pending.graph_finding is None else self._by_its_graph(pending, reading, past)
             diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
         return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+    def _of_host(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
+        """Run the step function of the host again. Without a result, the notes say why."""
+        if not pending.microbatches:
+            return None, ()
+        again = replace(pending, rerunnable=True, divisor=len(pending.microbatches))
+        try:
+            diagnosis = self._examiner.examine(again, reading, past, self._is_deep)
+        except Exception as error:
+            log.info("step %d could not be run again", reading.step, exc_info=True)
+            return None, (f"the step function could not be run again: {error!s:.160}",)
+        if diagnosis is not None and not diagnosis.repeats and "loss" not in reading.found:
+            return _of_code_after(diagnosis), ()  # unlike ``Guard.step`` the host may change gradients
+        return diagnosis, ()
 
     def _of_tape(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
         """Make all calls of the step again. Without a result, the notes say why."""
@@ -322,6 +340,13 @@ def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool
         seconds=diagnosis.seconds,
     )
     return titled(found)
+
+
+def _of_code_after(diagnosis: Diagnosis) -> Diagnosis:
+    """Loss and gradients are finite when the step function runs again."""
+    because = "loss and gradients are finite when the step runs again: it comes after backward(), or does not repeat"
+    fix = Fix(words="look at what changes gradients before the optimizer steps: hooks, callbacks, communication")
+    return titled(replace(diagnosis, cause="unknown", op="", because=because, fix=fix, confidence="guess", remedies=()))
 
 
 def _of_nothing(reading: Reading) -> Diagnosis:

@@ -16,6 +16,7 @@ from nanguard.state.batches import filled, num_samples
 _OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
 """Causes that are not in the batch."""
 
+_HALF = ("torch.float16", "torch.bfloat16")
 _MOST_MODULES = 4
 _MOST_OTHERS = 4
 _ALWAYS_MAY = 2.0
@@ -52,9 +53,9 @@ class Trials:
     def _precision(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         parts = self._replay.parts
         halves = any(p.element_size() < 4 for p in parts.state.model.parameters() if p.is_floating_point())
-        runs_low = (
-            parts.precision.dtype is not None or halves or any(m.autocast[0] for m in self._replay.pending.microbatches)
-        )
+        micros = self._replay.pending.microbatches
+        runs_low = parts.precision.dtype is not None or halves or any(m.autocast[0] for m in micros)
+        runs_low = runs_low or any(note.dtype in _HALF for note in run.trace.notes)  # a host may turn autocast on
         fix, helps = diagnosis.fix, diagnosis.remedies
         is_computed = diagnosis.phase in ("forward", "backward")
         if not (runs_low and is_computed and self._try("the whole step in fp32", self._is_finite_in_fp32)):

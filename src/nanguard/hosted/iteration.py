@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.calls import Call
+from nanguard.step.pending import Microbatch
 from nanguard.step.tape import CallTape
 
 if TYPE_CHECKING:
@@ -21,15 +22,17 @@ class Iteration:
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
-    of scaled gradients. ``divisors`` are the numbers by which the program has divided ``losses``. ``tape`` has torch
-    calls outside modules, ``fetched`` the batches that loaders of the program gave for it. ``live`` is the trace, if
-    there is one; ``graph_finding`` what the graph of a bad loss shows.
+    of scaled gradients. ``divisors`` are the numbers by which the program has divided ``losses``. ``reruns`` are
+    micro-batches that the host can run again with its own step function. ``tape`` has torch calls outside modules,
+    ``fetched`` the batches that loaders of the program gave for it. ``live`` is the trace, if there is one;
+    ``graph_finding`` what the graph of a bad loss shows.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     divisors: list[float] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
+    reruns: list[Microbatch] = field(default_factory=list)
     noted: list[HostedStep] = field(default_factory=list)
     stepped: list[HostedStep] = field(default_factory=list)
     unapplied: list[HostedStep] = field(default_factory=list)

@@ -32,7 +32,7 @@ def end_in_the_middle(
 ) -> None:
     """The program ends before the step of this iteration: it is examined if it is not finite. Syncs."""
     pending.live, pending.graph_finding = this.live, this.graph_finding
-    pending.last_seen = list(this.batches) or None
+    pending.last_seen, pending.microbatches = list(this.batches) or None, list(this.reruns)
     losses = list(this.losses)
     seen = None if losses or isinstance(error, KeyboardInterrupt) else last_loss(error)
     if seen is not None:

@@ -33,9 +33,11 @@ from nanguard.state.rng import RngState
 from nanguard.state.schedule import check_schedulers
 from nanguard.step.assembly import as_tuple, choose_policy
 from nanguard.step.calls import Call, CallRecorder
+from nanguard.step.host_step import HostStep
 from nanguard.step.observers import Observer
 from nanguard.step.optimizers import check_optimizers
 from nanguard.step.parts import check_loss
+from nanguard.step.pending import Microbatch
 from nanguard.step.tape_recorder import TapeRecorder
 from nanguard.wiring import introduce
 
@@ -133,8 +135,13 @@ class HostedLoop:
 
     # ---- what the host says --------------------------------------------------------------------------------------
 
-    def before_forward(self, batch: Any = None) -> None:
+    def before_forward(self, batch: Any = None, *, rerun: Callable[[Any], Tensor] | None = None) -> None:
         """A forward pass begins. Call it for each micro-batch; ``batch`` is saved if the step turns out to be bad.
+
+        ``rerun(batch)`` computes the loss of this micro-batch again, with the step function of the host: the loss that
+        ``after_forward`` is told. A bad step is then examined by running that. It must have no other effect: nothing is
+        logged, and no method of the loop is called (see ``is_rerunning``). It is given ``batch``, or some of its
+        samples.
 
         With gradients off (evaluation) it only puts back what a discarded forward pass has left in buffers.
         """
@@ -148,7 +155,9 @@ class HostedLoop:
                 hosted.before_evaluation()
         if is_training and batch is not None:
             self._coordinator.iteration.batches.append(batch)
-        if is_training and self._is_taping:
+        if is_training and rerun is not None and self._is_taping:
+            self._coordinator.iteration.reruns.append(self._microbatch(rerun, batch))
+        elif is_training and self._is_taping:
             self._taper.begin(self._coordinator.iteration.tape, keeps_older=len(self._steps) > 1)
 
     def after_forward(self, loss: Tensor) -> None:
@@ -199,6 +208,11 @@ class HostedLoop:
         """Whether the last step, of all optimizers that took part in it, was applied: advance schedulers only then."""
         iteration = self._coordinator.iteration
         return bool(iteration.stepped) and not iteration.unapplied
+
+    @property
+    def is_rerunning(self) -> bool:
+        """Whether a bad step is being run again, to examine it."""
+        return any(hosted.is_rerunning for hosted in self._steps)
 
     def close(self) -> None:
         """Processes what is under way, ends the run log, and removes everything from the model."""
@@ -275,10 +289,15 @@ class HostedLoop:
         return is_scaled
 
     def _open_calls(self) -> list[Call] | None:
-        if self._is_closed or not torch.is_grad_enabled() or any(hosted.is_rerunning for hosted in self._steps):
+        if self._is_closed or not torch.is_grad_enabled() or self.is_rerunning:
             return None
         self._coordinator.begin_iteration()
         return self._coordinator.iteration.calls
+
+    def _microbatch(self, rerun: Callable[[Any], Tensor], batch: Any) -> Microbatch:
+        micro = Microbatch(HostStep(rerun, self._steps[0].roots[0]), batch, None, reduce_gradients=False)
+        self._steps[0].parts.note_world(micro, self._steps[0].parts.num_steps)
+        return micro
 
     def _random_states(self) -> RngState:
         return self._steps[0].random_states()

@@ -289,7 +289,8 @@ class HostedStep(UncheckedSteps):
         finally:
             self.skippable.give_back()
         if self.sync == "eager":
-            pending.calls, pending.last_seen, pending.tape = [], None, None  # it is over, and they hold a batch
+            pending.calls, pending.microbatches = [], []  # it is over, and they hold a batch
+            pending.last_seen = pending.tape = None
             last = self.parts.journal.last
             self.was_applied = last is not None and last is not before and last.applied
         this.refused = this.refused or self._was_refused()
@@ -334,6 +335,7 @@ class HostedStep(UncheckedSteps):
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
         pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
+        pending.microbatches = list(this.reruns)
         pending.tape = this.tape if this.tape.losses else None
         pending.fetched = list(this.fetched)
 
@@ -347,7 +349,7 @@ class HostedStep(UncheckedSteps):
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
-        if len(losses) < 2:
+        if len(losses) < 2 or this.reruns:  # a host that gives its step function calls backward() on every loss
             return losses
         if self.sync == "late":
             return [self._mean_that_counts(losses)]

@@ -243,8 +243,9 @@ class Recovery:
         return not was_halted and self._parts.policy.decide(history, verdict).response == "halt"
 
     def _means(self, pending: PendingStep, diagnosis: Diagnosis | None = None) -> Means:
-        runs_low = self.mitigations.can_raise_precision or any(call.autocast[0] for call in pending.calls)
         names_modules = diagnosis is not None and bool(diagnosis.modules_to_keep)
+        runs_low = self.mitigations.can_raise_precision or any(call.autocast[0] for call in pending.calls)
+        runs_low = runs_low or names_modules  # these helped in fp32
         return Means(
             lower_precision=runs_low and not self._parts.is_captured,
             can_run_again=(pending.rerunnable and bool(pending.microbatches)) or names_modules,

@@ -33,11 +33,13 @@ _FRAMEWORKS = (
     "peft",
     "pytorch_lightning",
     "speechbrain",
+    "timm",
     "torchaudio",
     "torchdata",
     "torchmetrics",
     "torchvision",
     "transformers",
+    "trl",
     "typer",
 )
 _TORCH = str(Path(torch.__file__).parent) + os.sep

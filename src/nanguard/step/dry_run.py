@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nanguard import _compat_modes
 from nanguard.numerics.finite import nonfinite
 from nanguard.source.frames import runs_user_code
 from nanguard.step.parts import StepParts, check_loss
@@ -64,8 +65,10 @@ class DryRun:
         kept = parts.islands.keep(*(name for name in names if name not in parts.islands.names))
         modes = [micro.autocast for micro in pending.microbatches]
         try:
-            with parts.precision.in_fp32() if "" in names else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
                 if "" in names:
+                    stack.enter_context(parts.precision.in_fp32())
+                    stack.enter_context(_compat_modes.without_autocast())
                     for micro in pending.microbatches:
                         micro.autocast = (False, micro.autocast[1])
                 yield
