@@ -516,6 +516,13 @@ def a_loss_of_ignored_pixels(h):
     return F.nll_loss(h[:, :, None, None], torch.full((1, 1, 1), 7), ignore_index=7)  # guilty
 
 
+@program("all_labels_ignored", "div", "every label is -100, which the loss leaves out: their sum is divided by")
+def a_mean_by_hand_over_ignored_targets(h):
+    labels = torch.tensor([-100])
+    total = F.cross_entropy(h, labels, reduction="sum")
+    return total / (labels != -100).sum()  # guilty
+
+
 @program("zero_over_zero", "nll_loss_forward", "averages over nothing")
 def a_loss_of_classes_without_weight(h):
     weight = torch.tensor([1.0, 1.0, 0.0, 1.0])

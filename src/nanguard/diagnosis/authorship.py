@@ -104,6 +104,23 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
     return found[0] if len(found) == 1 else None
 
 
+def line_with_number(number: float | None, files: Iterable[str]) -> Source | None:
+    """The only line that stores this number somewhere. None if there is not exactly one."""
+    program, found = ProgramSource(tuple(files)), dict[int, Source]()
+    for file, node in program.nodes(ast.Assign):
+        if isinstance(node, ast.Assign) and any(_is_number(each, number) for each in ast.walk(node.value)):
+            found[node.lineno] = source_of_node(file, node)
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _is_number(node: ast.AST, number: float | None) -> bool:
+    try:
+        value = ast.literal_eval(node) if isinstance(node, (ast.Constant, ast.UnaryOp)) else None
+    except ValueError:
+        return False
+    return type(value) in (int, float) and value == number
+
+
 def line_that_calls(name: str, files: Iterable[str]) -> Source | None:
     """The only line that calls a method of this name. None if there is not exactly one."""
     calls = ProgramSource(tuple(files)).nodes(ast.Call)

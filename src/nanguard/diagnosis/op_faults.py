@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, plain_dtype, size_of
 from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
-from nanguard.diagnosis.rules import Case
+from nanguard.diagnosis.rules import Case, ignored_label
 from nanguard.records.diagnosis import Diagnosis, Phase
-from nanguard.source.frames import source_of
+from nanguard.source.frames import is_users_file, source_of
 from nanguard.state.batches import num_samples
 from nanguard.state.trees import is_float, named_tensors
 
@@ -23,22 +24,27 @@ _JUMP = 64.0
 def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
     """The cause, op, module and line of a birth."""
     run, event, note = exam.run, finding.event, finding.event.note
-    cause, because = name_cause(Case(run.trace, finding))
+    case = Case(run.trace, finding)
+    cause, because = name_cause(case)
     phase: Phase = "backward" if finding.discarded else note.phase
     if run.found == "buffers":
         phase, cause, because = "buffer", "buffer_corrupted", f"written into {run.names[0]}: {because}"
+    source, is_traced = source_of(note.place), True
+    if cause == "all_labels_ignored" and not (note.place and is_users_file(note.place[0])):
+        source, is_traced = authorship.line_with_number(ignored_label(case), exam.files()), False
     diagnosis = Diagnosis(
         phase=phase,
         cause=cause,
         op=_op(exam, note, event),
         module=_module(exam, note),
-        source=source_of(note.place),
+        source=source,
+        is_line_traced=is_traced,
         dtype=plain_dtype(note.dtype),
         shape=note.shape,
         because=because,
         operands=operands_of(event),
         element=event.evidence.element,
-        samples=_unlabelled(exam, event) if cause == "all_labels_ignored" else exam.samples_of(event),
+        samples=_unlabelled(exam, ignored_label(case)) if cause == "all_labels_ignored" else exam.samples_of(event),
         confidence="guess" if cause == "unknown" else "likely",
     )
     return _upstream(exam, diagnosis, event)
@@ -52,17 +58,17 @@ def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
     return note.name
 
 
-def _unlabelled(exam: Exam, event: TraceEvent) -> tuple[int, ...]:
+def _unlabelled(exam: Exam, ignored: float | None) -> tuple[int, ...]:
     """The samples of which no label counts: of a shifted row of labels, the first does not count either."""
-    ignored, batch = event.evidence.operand("ignore_index"), exam.batch()
+    batch = exam.batch()
     num = num_samples(batch)
-    if ignored is None or ignored.value is None:
+    if ignored is None:
         return ()
     labels = [t for _, t in named_tensors(batch) if t.ndim and t.shape[0] == num and not is_float(t)]
     for shift in (0, 1):
         for tensor in labels:
             row = tensor.reshape(tensor.shape[0], -1)[:, shift:]
-            rows = row.eq(ignored.value).all(1).nonzero().flatten().tolist() if row.shape[1] else []
+            rows = row.eq(ignored).all(1).nonzero().flatten().tolist() if row.shape[1] else []
             if rows:
                 return tuple(rows)
     return ()

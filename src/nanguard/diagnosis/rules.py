@@ -62,6 +62,8 @@ _NORMALISES = frozenset(
     ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
 )
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
+_CARRIES_A_SUM = frozenset(("to_copy", "mul", "sum", "view"))
+_FEW = 6
 _SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
@@ -222,6 +224,10 @@ def divide(case: Case) -> Found:
         if dividend == 0:
             if is_norm_of(source, over):
                 return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
+            ignored = ignored_label(case)
+            if ignored is not None:
+                words = f"every label is {number(ignored)}, which the loss leaves out"
+                return "all_labels_ignored", f"{words}: their sum is divided by their number, 0 / 0"
             return "zero_over_zero", "0 / 0" + _sum_of_zeros(source)
         if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
@@ -232,6 +238,21 @@ def divide(case: Case) -> Found:
         if is_norm_of(source, over) or is_norm(source):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
         return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
+    return None
+
+
+def ignored_label(case: Case) -> float | None:
+    """The label that the loss leaves out, if it is a mean over no other labels; by hand, or in the op of the loss."""
+    given = case.evidence.operand("ignore_index")
+    if given is not None:
+        return given.value
+    above = case.evidence.source("self")
+    for _ in range(_FEW):
+        if not isinstance(above, Note):
+            return None
+        if "nll_loss" in above.op:
+            return above.scalars[-1] if above.look.low == above.look.high == 0 and above.scalars else None
+        above = above.parents[0] if above.parents and above.op in _CARRIES_A_SUM else None
     return None
 
 

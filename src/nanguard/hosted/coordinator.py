@@ -110,6 +110,10 @@ class StepCoordinator:
                     other.put_back()
         return result
 
+    def forget(self) -> None:
+        """What has happened since the last step is not part of the run any more."""
+        self.iteration = Iteration()
+
     def end(self, error: BaseException | None) -> None:
         """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
         this, self.iteration = self.iteration, Iteration()

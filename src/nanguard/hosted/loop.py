@@ -30,7 +30,7 @@ from nanguard.records.summary import closing_line
 from nanguard.run_folder import RunFolder
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
-from nanguard.state.schedule import check_schedulers
+from nanguard.state.schedule import check_schedulers, moves
 from nanguard.step.assembly import as_tuple, choose_policy
 from nanguard.step.calls import Call, CallRecorder
 from nanguard.step.host_step import HostStep
@@ -77,6 +77,7 @@ class HostedLoop:
         observers: objects that are told what happens; with several optimizers, about the steps of each.
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
+        first_step: the number of the first step; None reads it from the state of the optimizer.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class HostedLoop:
         observers: Sequence[Observer] = (),
         diagnose: How = "auto",
         capture: CaptureLevel = "batch",
+        first_step: int | None = None,
     ) -> None:
         several: tuple[Optimizer, ...] = as_tuple(optimizers)
         to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)
@@ -115,9 +117,11 @@ class HostedLoop:
                 shares=len(several) > 1,
                 search=search,
                 numbers=numbers,
-                schedulers=[each for each in to_hold if each.optimizer is optimizer],
+                schedulers=[each for each in to_hold if moves(each, optimizer)],
                 can_trace=False,
             )
+            if first_step is not None:
+                hosted.count_from(first_step)
             if self._steps:
                 hosted.share_buffers_of(self._steps[0])
             self._steps.append(hosted)
@@ -210,9 +214,21 @@ class HostedLoop:
         return bool(iteration.stepped) and not iteration.unapplied
 
     @property
+    def was_refused(self) -> bool:
+        """Whether the last step was skipped for another reason than an overflow of scaled gradients (routine)."""
+        return self._coordinator.iteration.refused
+
+    @property
     def is_rerunning(self) -> bool:
         """Whether a bad step is being run again, to examine it."""
         return any(hosted.is_rerunning for hosted in self._steps)
+
+    def resumed(self) -> None:
+        """The host has loaded a checkpoint into model and optimizers: what was seen before is of another past."""
+        self._check_open("resumed")
+        for hosted in self._steps:
+            hosted.resumed()
+        self._coordinator.forget()
 
     def close(self) -> None:
         """Processes what is under way, ends the run log, and removes everything from the model."""

@@ -143,7 +143,7 @@ class HostedStep(UncheckedSteps):
         """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
-        self.parts.first_step = self.parts.num_steps = num_steps_made(optimizer)
+        self.count_from(num_steps_made(optimizer))
         self.clipping = ProgramClipping(optimizer, device)
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
@@ -158,6 +158,19 @@ class HostedStep(UncheckedSteps):
                 self.parts.islands.keep(name)
             except ValueError as error:
                 log.log(level, "%s is not kept in fp32: %s", name, error)
+
+    def count_from(self, step: int) -> None:
+        """The next step has this number."""
+        self.parts.first_step = self.parts.num_steps = step
+
+    def resumed(self) -> None:
+        """The host has loaded a checkpoint. Snapshots and readings of steps before are dropped."""
+        self.engine.settle()
+        self.parts.last_forward.forget()
+        self.recovery.forget()
+        self.engine.mode.drop_in_flight()
+        self.count_from(num_steps_made(self.optimizer))
+        self.open()
 
     def open(self) -> None:
         """Begins a step and notes what it may change."""

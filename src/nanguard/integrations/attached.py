@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -13,21 +14,31 @@ _ABSENT = object()
 
 
 class AttachedGuard:
-    """Guards the loop of a framework until ``detach``. As a context manager it detaches itself at the end."""
+    """Guards the loop of a framework until ``detach``. As a context manager it detaches itself at the end.
 
-    def __init__(self, loop: HostedLoop) -> None:
-        self.loop = loop
+    ``loop`` is None if the framework makes its optimizers later, when training begins.
+    """
+
+    def __init__(self, loop: HostedLoop | None = None) -> None:
+        self._loop = loop
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def loop(self) -> HostedLoop:
+        """The engine of the run, or of the last one. There is none before training has begun."""
+        if self._loop is None:
+            raise RuntimeError("nothing is guarded yet: training has not begun since attach()")
+        return self._loop
 
     @property
     def incidents(self) -> Incidents:
         """Every bad step so far."""
-        return self.loop.incidents
+        return Incidents() if self._loop is None else self._loop.incidents
 
     @property
     def counts(self) -> dict[str, int]:
         """How many steps were applied, skipped, backed off, and so on."""
-        return self.loop.counts
+        return {} if self._loop is None else self._loop.counts
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
@@ -50,6 +61,11 @@ class AttachedGuard:
         setattr(owner, name, value)
         self._undo.append(restore)
 
+    def wrap(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Calls ``instead(original, ...)`` in the place of a method of an object of the framework."""
+        original = getattr(owner, name)
+        self.replace(owner, name, functools.wraps(original)(functools.partial(instead, original)))
+
     def at_detach(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when the guard is detached. The last one is called first."""
         self._undo.append(function)
@@ -58,7 +74,8 @@ class AttachedGuard:
         """Restores everything and ends the run log. The framework goes on as without nanguard."""
         while self._undo:
             self._undo.pop()()
-        self.loop.close()
+        if self._loop is not None:
+            self._loop.close()
 
     def __enter__(self) -> AttachedGuard:
         return self
@@ -66,4 +83,6 @@ class AttachedGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._loop is not None:
+            self._loop.__exit__(kind, error, trace)  # a bad step that has not been finished is examined
         self.detach()

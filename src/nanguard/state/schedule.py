@@ -121,6 +121,11 @@ class Schedule:
             self.multiply(factor / note.factor)
 
 
+def moves(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
+    """Whether the scheduler sets the learning rates of this optimizer: it may know it by a wrapper of a framework."""
+    return scheduler.optimizer.param_groups is optimizer.param_groups
+
+
 def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
     """Raises ``ValueError`` for schedulers the guard cannot step."""
     for scheduler in schedulers:
@@ -132,7 +137,7 @@ def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Opt
             )
         if not isinstance(scheduler, LRScheduler):
             raise ValueError(f"scheduler must be a torch LRScheduler or several of them, got {scheduler!r}")
-        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+        if not any(moves(scheduler, optimizer) for optimizer in optimizers):
             raise ValueError(
                 f"{name} was made for another {type(scheduler.optimizer).__name__} than the one to guard: it would "
                 "move learning rates that nothing uses. Make the scheduler from the optimizer you pass"

@@ -128,8 +128,8 @@ class CallRecorder:
     def listen(self, model: nn.Module) -> None:
         before = vars(model).get("__prepare_scriptable__")
         self._undo = [
-            model.register_forward_pre_hook(_Hook(self.enter), with_kwargs=True).remove,
-            model.register_forward_hook(_Hook(self.leave)).remove,
+            model.register_forward_pre_hook(UncopiedHook(self.enter), with_kwargs=True).remove,
+            model.register_forward_hook(UncopiedHook(self.leave)).remove,
             lambda: vars(model).pop("__prepare_scriptable__", None),
         ]
         if before is not None:
@@ -188,7 +188,7 @@ class CallRecorder:
                 call.graph = weakref.ref(saver)
 
 
-class _Hook:
+class UncopiedHook:
     """Does nothing in copies, in pickles, and while torch records the program (``torch.compile``, ``torch.jit``)."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -198,11 +198,11 @@ class _Hook:
         if self._function is not None and not _compat.is_recording():
             self._function(*args)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook()
+    def __deepcopy__(self, memo: Any) -> UncopiedHook:
+        return UncopiedHook()
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[type[UncopiedHook], tuple[()]]:
+        return UncopiedHook, ()
 
 
 class _Unhooked:
@@ -219,7 +219,7 @@ class _Unhooked:
         vars(plain).pop("__prepare_scriptable__", None)
         for name in _compat.FORWARD_HOOKS:
             hooks = vars(model)[name].items()
-            vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, _Hook))
+            vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, UncopiedHook))
         return plain
 
 

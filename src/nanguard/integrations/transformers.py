@@ -1,0 +1,244 @@
+"""Hugging Face Trainer: ``attach(trainer)`` before ``trainer.train()``, or ``Trainer(callbacks=[GuardCallback()])``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanguard.diagnosis.scheduler import How
+from nanguard.errors import NonFiniteError
+from nanguard.hosted.loop import HostedLoop
+from nanguard.incidents.bundle import CaptureLevel
+from nanguard.integrations.accelerate import AcceleratorGuard, check_supported, plain_optimizer, plain_scheduler
+from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.packages import require
+from nanguard.policy.policy import Policy
+from nanguard.step.observers import Observer
+
+log = logging.getLogger("nanguard")
+
+TESTED = ("4.46", "6.0")
+SKIPPED = "nanguard/skipped"
+"""What the skipped steps are logged as, from the first one on."""
+
+_CANNOT = (
+    "GuardCallback protects weights, optimizer state and buffers, and holds the schedule. A callback never gets the "
+    "Trainer, so it does not see the loss, measures gradients after clipping, and does not correct the logged loss. "
+    "nanguard.integrations.transformers.attach(trainer) does all of it"
+)
+
+
+def attach(
+    trainer: Any,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = None,
+    observers: Sequence[Observer] = (),
+    diagnose: How = "auto",
+    capture: CaptureLevel = "batch",
+) -> TrainerGuard:
+    """Guards ``trainer.train()`` from now on. A non-finite step is skipped, as if its batches had never come.
+
+    Weights, optimizer state and buffers are not touched, the schedule is held, and logged losses leave the step out.
+    ``trainer.state.global_step`` counts the step, since it is the position in the data.
+
+    Args:
+        trainer: a ``transformers.Trainer``, or a class made of it. FSDP and DeepSpeed are not supported.
+        policy: what to do about bad steps; None skips them as long as the run makes progress, and rolls damage back.
+            If it halts, training stops as by ``control.should_training_stop``, with a checkpoint; see ``halted``.
+        run_dir: where to write the run log and bad steps; None writes nothing.
+        observers: objects that are told what happens.
+        diagnose: as for ``Guard``.
+        capture: as for ``Guard``.
+    """
+    require("transformers", tested=TESTED, extra="transformers")
+    check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
+    options = {"policy": policy, "run_dir": run_dir, "observers": observers, "diagnose": diagnose, "capture": capture}
+    return TrainerGuard(trainer, options)
+
+
+class TrainerGuard(AttachedGuard):
+    """What ``attach`` returns. Each ``trainer.train()`` has its own incidents and counts."""
+
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._trainer, self._options = trainer, options
+        self.halted: NonFiniteError | None = None
+        """Why the policy has ended the last training; None if it has not."""
+        self._stack = contextlib.ExitStack()
+        self._inner: AcceleratorGuard | None = None
+        self._num_before = self._num_skipped = 0
+        self._is_new = False
+        self._kept: Tensor | None = None
+        self._norm: Any = None
+        for name in ("_inner_training_loop", "training_step", "_maybe_log_save_evaluate", "log"):
+            self.wrap(trainer, name, getattr(self, f"_on_{name.removeprefix('_')}"))
+
+    # ---- in the place of methods of the Trainer --------------------------------------------------------------------
+
+    def _on_inner_training_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._inner = None
+        try:
+            with self._stack:  # the guard of this training is entered with its first step
+                output = original(*args, **kwargs)
+        finally:
+            self._inner = None
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _on_training_step(
+        self, original: Callable[..., Tensor], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        inner = self._inner or self._begin(model)
+
+        def rerun(batch: Any) -> Tensor:
+            inner.seen_again = None
+            original(model, batch, *args, **kwargs)
+            if inner.seen_again is None:
+                raise RuntimeError("training_step() of this Trainer does not call accelerator.backward()")
+            return self._in_users_size(inner.seen_again)
+
+        batch = copy.copy(inputs) if isinstance(inputs, MutableMapping) else inputs  # the Trainer removes labels
+        inner.loop.before_forward(batch, rerun=rerun)
+        self._is_new = True
+        return original(model, inputs, *args, **kwargs)
+
+    def _on_maybe_log_save_evaluate(
+        self, original: Callable[..., Any], loss_sum: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """After each step. ``loss_sum`` is over the steps since the last log."""
+        trainer = self._trainer
+        if self._is_new and (self.loop.was_refused or self.halted is not None):
+            self._num_skipped += 1
+            loss_sum.copy_(torch.zeros_like(loss_sum) if self._kept is None else self._kept)
+            trainer._globalstep_last_logged += 1  # the mean is over the steps since then
+            self._show()
+        elif self._is_new:
+            self._norm = grad_norm
+        self._is_new = False
+        has_nothing_else = trainer.state.global_step <= trainer._globalstep_last_logged
+        if trainer.control.should_log and has_nothing_else and self._num_skipped:
+            trainer.log({SKIPPED: self.num_skipped})
+        original(loss_sum, self._norm, *args, **kwargs)
+        self._kept = loss_sum.clone()
+
+    def _on_log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        is_training = self._inner is not None
+        if is_training and self.loop.is_rerunning:
+            return
+        if is_training and "train_loss" in logs:  # a mean over all steps
+            num_steps = self._trainer.state.global_step - getattr(self._trainer, "_initial_global_step", 0)
+            logs["train_loss"] *= num_steps / max(num_steps - self._num_skipped, 1)
+        if is_training and self._num_skipped and ("loss" in logs or "train_loss" in logs):
+            logs[SKIPPED] = self.num_skipped
+        original(logs, *args, **kwargs)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were skipped because of NaN or Inf, with those before the checkpoint that was resumed."""
+        return self._num_before + self._num_skipped
+
+    def _begin(self, model: nn.Module) -> AcceleratorGuard:
+        """With the first step: the optimizer exists, and a checkpoint has been loaded."""
+        trainer = self._trainer
+        check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
+        scheduler = plain_scheduler(trainer.lr_scheduler)
+        self._loop = loop = HostedLoop(
+            model,
+            plain_optimizer(trainer.optimizer),
+            schedulers=() if scheduler is None else scheduler,
+            first_step=trainer.state.global_step,
+            **self._options,
+        )
+        self._inner = inner = AcceleratorGuard(loop, trainer.accelerator, [trainer.optimizer])
+        inner.in_users_size, inner.on_halt = self._in_users_size, self._stop
+        self._stack.enter_context(inner)
+        self.halted, self._kept, self._norm, self._num_skipped = None, None, None, 0
+        logged = (entry[SKIPPED] for entry in reversed(trainer.state.log_history) if SKIPPED in entry)
+        self._num_before = next(logged, 0)
+        return inner
+
+    def _in_users_size(self, loss: Tensor) -> Tensor:
+        """The Trainer divides each loss such that their sum over the micro-batches is the loss of the step."""
+        args, divisor = self._trainer.args, self._trainer.accelerator.gradient_accumulation_steps
+        number = getattr(self._trainer, "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
+        return loss if number == divisor else loss * (number / divisor)
+
+    def _stop(self, error: NonFiniteError) -> None:
+        self.halted = error
+        stop_cleanly(self._trainer.control, self._trainer.args, error)
+
+    def _show(self) -> None:
+        for callback in self._trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)
+            if hasattr(bar, "set_postfix"):
+                bar.set_postfix(skipped=self.num_skipped)
+
+
+def stop_cleanly(control: Any, args: Any, error: NonFiniteError) -> None:
+    """Training ends after this step, with a checkpoint if the program saves any."""
+    log.error("training stops, since the policy halts the run: %s", error)
+    control.should_training_stop = True
+    control.should_save = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+
+
+def _callback_class() -> Any:
+    return require("transformers", tested=TESTED, extra="transformers").TrainerCallback
+
+
+class GuardCallback(_callback_class()):  # type: ignore[misc]
+    """For programs that cannot call ``attach(trainer)``. What a callback cannot do is logged when training begins.
+
+    Takes ``policy``, ``run_dir``, ``observers``, ``diagnose`` and ``capture`` as ``attach`` does.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        observers: Sequence[Observer] = (),
+        diagnose: How = "auto",
+        capture: CaptureLevel = "batch",
+    ) -> None:
+        self._options: dict[str, Any] = {"policy": policy, "run_dir": run_dir, "observers": observers}
+        self._options.update(diagnose=diagnose, capture=capture)
+        self.guard: AttachedGuard = AttachedGuard()
+        """``incidents``, ``counts`` and ``summary()`` of the current training, or of the last one."""
+        self.halted: NonFiniteError | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if args.world_size > 1 or not hasattr(optimizer, "step_was_skipped"):
+            raise ValueError(
+                f"GuardCallback supports one process and no DeepSpeed, got {args.world_size} and a "
+                f"{type(optimizer).__name__}: use nanguard.integrations.transformers.attach(trainer)"
+            )
+        log.warning(_CANNOT)
+        self.guard.detach()
+        scheduler = plain_scheduler(kwargs.get("lr_scheduler"))
+        loop = HostedLoop(
+            model,
+            plain_optimizer(optimizer),
+            schedulers=() if scheduler is None else scheduler,
+            first_step=state.global_step,
+            **self._options,
+        )
+        self.guard = guard = AcceleratorGuard(loop, None, [optimizer])
+        guard.follow(model)
+        guard.on_halt = lambda error: self._stop(args, control, error)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.guard.detach()
+
+    def _stop(self, args: Any, control: Any, error: NonFiniteError) -> None:
+        self.halted = error
+        stop_cleanly(control, args, error)
