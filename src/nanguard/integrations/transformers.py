@@ -132,9 +132,9 @@ class TrainerGuard(AttachedGuard):
         is_training = self._inner is not None
         if is_training and self.loop.is_rerunning:
             return
-        if is_training and "train_loss" in logs:  # a mean over all steps
+        if is_training and self._num_skipped and "train_loss" in logs:  # the mean over all steps
             num_steps = self._trainer.state.global_step - getattr(self._trainer, "_initial_global_step", 0)
-            logs["train_loss"] *= num_steps / max(num_steps - self._num_skipped, 1)
+            logs["train_loss"] = self._trainer._total_loss_scalar / max(num_steps - self._num_skipped, 1)
         if is_training and self._num_skipped and ("loss" in logs or "train_loss" in logs):
             logs[SKIPPED] = self.num_skipped
         original(logs, *args, **kwargs)
