@@ -60,6 +60,7 @@ class Trainer:
         self.loop = HostedLoop(self.model, self.optimizer, **options) if guarded else None
         self.measures = measures
         self.applied: list[bool] = []
+        self.refused: list[bool] = []
         self.losses: list[float] = []
         self.spoil: Callable[[nn.Module], None] = lambda model: None
         self.weight = 1.0
@@ -93,6 +94,7 @@ class Trainer:
         if self.loop:
             done = self.loop.step(self.optimizer, self.step, grad_scaler=self.scaler)
             self.applied.append(done.applied)
+            self.refused.append(self.loop.was_refused)
             advances = self.loop.should_advance_schedule
             assert advances is done.applied
         else:
@@ -172,6 +174,7 @@ def test_a_bad_step_never_happened(scales: bool, spoil: Any, measures: bool) -> 
     never = plain(steps[:3] + steps[4:], scales=scales)
     assert differences(never.state(with_scale=False), run.state(with_scale=False)) == []
     assert run.applied == [True] * 3 + [False] + [True] * 4
+    assert run.refused == [not applied for applied in run.applied]
     assert run.schedule.last_epoch == STEPS - 1, "the schedule counts applied steps only"
     assert run.loop is not None
     assert run.loop.counts["applied"] == STEPS - 1
@@ -293,6 +296,7 @@ def test_an_overflow_that_the_scaler_finds_is_routine() -> None:
     assert run.loop is not None
     assert run.loop.incidents == ()
     assert run.loop.counts["backed_off"] > 0
+    assert not any(run.refused)
     assert run.loop.counts["applied"] > 0
     assert run.schedule.last_epoch == run.loop.counts["applied"]
     assert run.scaler is not None

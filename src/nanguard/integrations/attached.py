@@ -70,12 +70,15 @@ class AttachedGuard:
         """Calls ``function`` when the guard is detached. The last one is called first."""
         self._undo.append(function)
 
-    def detach(self) -> None:
-        """Restores everything and ends the run log. The framework goes on as without nanguard."""
+    def detach(self, error: BaseException | None = None) -> None:
+        """Restores everything and ends the run log. The framework goes on as without nanguard.
+
+        ``error`` is what has ended the loop, if something has: a bad step that it has interrupted is examined.
+        """
         while self._undo:
             self._undo.pop()()
         if self._loop is not None:
-            self._loop.close()
+            self._loop.__exit__(None if error is None else type(error), error, None)
 
     def __enter__(self) -> AttachedGuard:
         return self
@@ -83,6 +86,4 @@ class AttachedGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._loop is not None:
-            self._loop.__exit__(kind, error, trace)  # a bad step that has not been finished is examined
-        self.detach()
+        self.detach(error)
