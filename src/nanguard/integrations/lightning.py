@@ -1,0 +1,150 @@
+"""Lightning: ``Trainer(callbacks=[GuardCallback()])``, of ``lightning`` and of ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nanguard.diagnosis.scheduler import How
+from nanguard.errors import NonFiniteError
+from nanguard.hosted.loop import HostedLoop
+from nanguard.incidents.bundle import CaptureLevel
+from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.lightning_fit import SKIPPED, GuardedFit
+from nanguard.integrations.packages import require
+from nanguard.policy.policy import Policy
+from nanguard.records.steps import Incidents
+from nanguard.step.observers import Observer
+
+TESTED = ("2.4", "2.7")
+
+_SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+def _callback_class() -> Any:
+    """Of the package that the program uses. Their trainers take the callbacks of either."""
+    uses_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    name = "pytorch_lightning" if uses_old else "lightning"
+    return require(name if uses_old else "lightning.pytorch", tested=TESTED, extra="lightning", package=name).Callback
+
+
+class GuardCallback(_callback_class()):  # type: ignore[misc]
+    """Guards ``Trainer.fit``: a non-finite step is skipped, and everything is as if its batch had never come.
+
+    Weights, optimizer state, buffers and averages are not touched, the schedule is held, and logged means and
+    torchmetrics leave the step out. ``trainer.global_step`` counts the step, as it counts all.
+
+    Args:
+        policy: what to do about bad steps. The default skips them as long as the run makes progress, and rolls
+            damage back. If it halts, ``fit`` ends as if ``trainer.should_stop`` had been set; see ``halted``.
+        run_dir: where to write the run log and bad steps; None writes nothing.
+        observers: objects that are told what happens.
+        diagnose: as for ``Guard``.
+        capture: as for ``Guard``.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        observers: Sequence[Observer] = (),
+        diagnose: How = "auto",
+        capture: CaptureLevel = "batch",
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "policy": policy,
+            "run_dir": run_dir,
+            "observers": observers,
+            "diagnose": diagnose,
+            "capture": capture,
+        }
+        self._guarded: GuardedFit | None = None
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
+    @property
+    def guard(self) -> AttachedGuard:
+        """The guard of the current fit, or of the last one: ``incidents``, ``counts``, ``summary()``."""
+        if self._guarded is None:
+            raise RuntimeError("GuardCallback has no guard before trainer.fit() has begun to train")
+        return self._guarded
+
+    @property
+    def incidents(self) -> Incidents:
+        """Every bad step so far."""
+        return self.guard.incidents
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many steps were applied, skipped, backed off, and so on."""
+        return self.guard.counts
+
+    @property
+    def last_step_was_skipped(self) -> bool:
+        """For your own callbacks, in ``on_train_batch_end``: whether the step of this batch changed nothing."""
+        return self._guarded is not None and self._guarded.is_held
+
+    @property
+    def halted(self) -> NonFiniteError | None:
+        """Why the policy has ended the run; None if it has not."""
+        return None if self._guarded is None else self._guarded.halted
+
+    # ---- hooks of Lightning --------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses what is not supported, and goes before the other callbacks: they see the state as it should be."""
+        if stage != "fit":
+            return
+        names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+        if any(name in _SHARDED for name in names):
+            raise ValueError(
+                f"GuardCallback does not support {names[0]} yet: parameters are in pieces on several ranks. Use "
+                "strategy='ddp', or remove the callback"
+            )
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Everything is in its place: the model is wrapped and on its device, and a checkpoint has been loaded."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        loop = HostedLoop(
+            trainer.strategy.model,
+            trainer.optimizers,
+            schedulers=[each for each in schedulers if isinstance(each, LRScheduler)],
+            **self._options,
+        )
+        self._guarded = GuardedFit(loop, trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """What was logged before belongs to another epoch."""
+        if self._guarded is not None:
+            self._guarded.begin_epoch()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Before clipping."""
+        if self._guarded is not None:
+            self._guarded.measure(optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Before the other callbacks, so that they see finite numbers."""
+        guarded = self._guarded
+        if guarded is None:
+            return
+        guarded.after_batch()
+        skipped = guarded.num_skipped
+        if skipped:
+            pl_module.log(SKIPPED, float(skipped), prog_bar=True, on_step=True, on_epoch=False)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Examines a bad step in the middle of which the program has raised."""
+        if self._guarded is not None:
+            self._guarded.detach(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._guarded is not None and stage == "fit":
+            self._guarded.detach()
