@@ -54,3 +54,13 @@ def test_observer(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output_of("observer.py", capsys).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 100", "step 150", "step 200", "step 300", "step 400"]
     assert lines[1] == "step 150: skip"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lightning(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    out = output_of("lightning_trainer.py", capsys)
+    assert "epochs: 5, best: epoch=4" in out
+    assert "applied=95, skipped=5" in out
+    assert "cause: input_nonfinite, sample (13,)" in out
+    assert "nan" not in out

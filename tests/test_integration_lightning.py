@@ -59,7 +59,8 @@ class Net(pl.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.log("after", outputs["loss"], on_epoch=True, on_step=False)
+        if "loss" in outputs:
+            self.log("after", outputs["loss"], on_epoch=True, on_step=False)
 
     def on_after_backward(self) -> None:
         self.spoil(self, self.trainer.fit_loop.epoch_loop.batch_idx)
@@ -361,3 +362,130 @@ class Unscheduled(Net):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         return [optimizer], [self.schedule]
+
+
+def test_it_resumes_from_guarded_and_unguarded_checkpoints(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER)
+    whole = Run(batches, tmp_path, epochs=2)
+    for number, (first, second) in enumerate([(None, GuardCallback()), (GuardCallback(), None)]):
+        half = Run(batches, tmp_path, guard=first, epochs=1)
+        path = str(tmp_path / f"{number}.ckpt")
+        half.trainer.save_checkpoint(path)
+        rest = Run(batches, tmp_path, guard=second, epochs=2, ckpt_path=path)
+        assert differences(whole.state(), rest.state()) == []
+        assert rest.values == whole.values
+
+
+def test_a_policy_that_halts_ends_fit_cleanly_with_a_good_checkpoint(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER)
+    guard = GuardCallback(policy=nanguard.Policy([nanguard.Halt()], divergence=None))
+    save = ModelCheckpoint(tmp_path / "last", save_last=True)
+    run = Run(poisoned(batches, BAD), tmp_path, guard=guard, callbacks=[save], min_epochs=2)
+    assert run.trainer.current_epoch == 1
+    assert guard.halted is not None
+    assert guard.halted.incident.outcome.verdict.reading.step == BAD
+    assert (guard.counts["applied"], guard.counts["halted"]) == (BAD, 1)
+    expected = Run(batches[:BAD], tmp_path, epochs=1)
+    assert differences(expected.state(), run.state()) == []
+    saved = torch.load(save.last_model_path, weights_only=False)["state_dict"]
+    assert differences(dict(expected.model.state_dict()), dict(saved)) == []
+    assert run.trainer.fit_loop.min_epochs == 2, "restored"
+
+
+class Raises(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not torch.isfinite(self.trainer.callback_metrics["loss_step"]):
+            raise ArithmeticError("of the program")
+
+
+def test_an_error_of_the_program_goes_on_and_its_step_is_examined(tmp_path: Path) -> None:
+    guard, model = GuardCallback(), Raises()
+    with pytest.raises(ArithmeticError, match="of the program"):
+        Run(poisoned(make_batches(NUMBER), BAD), tmp_path, guard=guard, model=model)
+    (incident,) = guard.incidents
+    assert incident.outcome.diagnosis is not None
+    assert incident.outcome.diagnosis.cause == "input_nonfinite"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_afterwards_everything_is_as_it_was(tmp_path: Path) -> None:
+    runs = [Run(make_batches(2), tmp_path, guard=guard, epochs=1) for guard in (None, GuardCallback())]
+    facts = []
+    for run in runs:
+        objects = [run.trainer.strategy, run.trainer.fit_loop.epoch_loop, run.trainer._logger_connector]
+        objects += [run.model, run.model.schedule, *run.trainer.optimizers]
+        facts.append([sorted(vars(each)) for each in objects])
+    assert facts[0] == facts[1]
+    assert runs[0].trainer.optimizers[0].step.__qualname__ == runs[1].trainer.optimizers[0].step.__qualname__
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    guard = GuardCallback()
+    with pytest.raises(RuntimeError, match="has no guard before"):
+        _ = guard.guard
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[guard])
+    trainer.strategy.__class__ = type("FSDPStrategy", (type(trainer.strategy),), {})
+    with pytest.raises(ValueError, match="does not support FSDPStrategy yet"):
+        trainer.fit(Net(), torch.utils.data.DataLoader(make_batches(2), batch_size=None))
+
+
+class Stubborn(torch.optim.SGD):
+    """As optimizers of other packages are: nothing is known about its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OfOthers(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = Stubborn(self.parameters(), lr=0.01, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+
+
+def test_optimizers_of_other_packages_and_steps_that_the_program_leaves_out(tmp_path: Path) -> None:
+    class Chooses(OfOthers):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    batches = make_batches(NUMBER)
+    plain, healthy = (
+        Run(batches, tmp_path, model=Chooses()),
+        Run(batches, tmp_path, model=Chooses(), guard=GuardCallback()),
+    )
+    assert differences(plain.state(), healthy.state()) == []
+    run = Run(poisoned(batches, BAD), tmp_path, model=OfOthers(), guard=GuardCallback(), epochs=1)
+    never = Run(without_bad(batches), tmp_path, model=OfOthers(), epochs=1)
+    assert differences(never.state(), run.state()) == []
+
+
+def test_the_other_package_works_too() -> None:
+    old = pytest.importorskip("pytorch_lightning")
+
+    class Plain(old.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_epoch=True, on_step=False)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    guard = GuardCallback()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = old.Trainer(max_epochs=1, accelerator="cpu", callbacks=[guard], **quiet)
+    trainer.fit(Plain(), torch.utils.data.DataLoader(poisoned(make_batches(NUMBER), BAD), batch_size=None))
+    assert (guard.counts["applied"], guard.counts["skipped"]) == (NUMBER - 1, 1)
+    assert torch.isfinite(trainer.callback_metrics["loss"])
+    diagnosis = guard.incidents[0].outcome.diagnosis
+    assert diagnosis is not None
+    assert diagnosis.cause == "input_nonfinite"
