@@ -64,3 +64,13 @@ def test_lightning(capsys: pytest.CaptureFixture[str]) -> None:
     assert "applied=95, skipped=5" in out
     assert "cause: input_nonfinite, sample (13,)" in out
     assert "nan" not in out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_fabric(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    out = output_of("fabric_loop.py", capsys)
+    assert "the schedule has counted 95 steps" in out
+    assert "applied=95, skipped=5" in out
+    assert "cause: input_nonfinite in 0" in out
+    assert "nan" not in out

@@ -90,6 +90,7 @@ PRIVATE = re.compile(
 """Names of torch that are private, also where nanguard has a name of its own that is the same."""
 
 OF_FRAMEWORKS = {
+    "integrations.fabric": {"_forward_module"},
     "integrations.lightning_fit": {"_logger_connector", "_skip_backward"},
     "integrations.logged": {"_logger_connector", "_results"},
 }

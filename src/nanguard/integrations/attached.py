@@ -66,6 +66,22 @@ class AttachedGuard:
         original = getattr(owner, name)
         self.replace(owner, name, functools.wraps(original)(functools.partial(instead, original)))
 
+    def hold(self, scheduler: Any, is_held: Callable[[], bool]) -> None:
+        """``scheduler.step()`` does nothing while ``is_held()``.
+
+        By another class, since all attributes of a scheduler are in its ``state_dict``.
+        """
+        kind = type(scheduler)
+
+        @functools.wraps(kind.step)
+        def step(held: Any, *args: Any, **kwargs: Any) -> None:
+            if not is_held():
+                kind.step(held, *args, **kwargs)
+
+        same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        scheduler.__class__ = type(kind.__name__, (kind,), {**same, "step": step})
+        self._undo.append(lambda: setattr(scheduler, "__class__", kind))
+
     def at_detach(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when the guard is detached. The last one is called first."""
         self._undo.append(function)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard.diagnosis.scheduler import How
 from nanguard.errors import NonFiniteError
@@ -17,13 +16,12 @@ from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.lightning_fit import SKIPPED, GuardedFit
 from nanguard.integrations.packages import require
+from nanguard.integrations.stepping import can_be_rolled_back, refuse_sharded
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incidents
 from nanguard.step.observers import Observer
 
 TESTED = ("2.4", "2.7")
-
-_SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 def _callback_class() -> Any:
@@ -101,21 +99,18 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         """Refuses what is not supported, and goes before the other callbacks: they see the state as it should be."""
         if stage != "fit":
             return
-        names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-        if any(name in _SHARDED for name in names):
-            raise ValueError(
-                f"GuardCallback does not support {names[0]} yet: parameters are in pieces on several ranks. Use "
-                "strategy='ddp', or remove the callback"
-            )
+        refuse_sharded(trainer.strategy, "GuardCallback")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Everything is in its place: the model is wrapped and on its device, and a checkpoint has been loaded."""
+        if any(type(each).__name__ == "_MockOptimizer" for each in trainer.optimizers):
+            return  # configure_optimizers gave none
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         loop = HostedLoop(
             trainer.strategy.model,
             trainer.optimizers,
-            schedulers=[each for each in schedulers if isinstance(each, LRScheduler)],
+            schedulers=[each for each in schedulers if can_be_rolled_back(each)],
             **self._options,
         )
         self._guarded = GuardedFit(loop, trainer, pl_module)

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat
 from nanguard.errors import NonFiniteError
-from nanguard.hosted.closures import AnsweredClosure
 from nanguard.hosted.loop import HostedLoop
-from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.logged import NotedMetrics, NotedResults, muted
+from nanguard.integrations.stepping import SteppingGuard
 from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.undo import Undo
 
@@ -26,11 +24,11 @@ SKIPPED = "nanguard/skipped"
 """What the skipped steps are logged as, from the first one on."""
 
 
-class GuardedFit(AttachedGuard):
+class GuardedFit(SteppingGuard):
     """The guard of one ``fit``. All that it replaces is on objects of this trainer, until ``detach``."""
 
     def __init__(self, loop: HostedLoop, trainer: Any, pl_module: Any) -> None:
-        super().__init__(loop)
+        super().__init__(loop, trainer.optimizers, getattr(trainer.strategy.precision_plugin, "scaler", None))
         self._trainer, self._module = trainer, pl_module
         self.halted: NonFiniteError | None = None
         self.num_skipped = 0
@@ -38,8 +36,7 @@ class GuardedFit(AttachedGuard):
         self._unapplied: list[Optimizer] = []
         """Optimizers that have stepped for the current batch, and those of them whose step was skipped."""
         self._ended_badly = self._is_refused = False
-        self._is_in_window = self._is_stepping = self._is_in_training_step = False
-        self._scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+        self._is_in_window = self._is_in_training_step = False
         self._metrics, self._results = NotedMetrics(pl_module), NotedResults(trainer)
         self._replace_all()
 
@@ -53,11 +50,7 @@ class GuardedFit(AttachedGuard):
         else:
             self.replace(strategy, "backward", self._backward(strategy.backward))
             for config in configs:
-                self.replace(config.scheduler, "step", self._scheduler_step(config.scheduler))
-        for optimizer in self._trainer.optimizers:
-            self.replace(optimizer, "step", self._optimizer_step(optimizer))
-        if self._scaler is not None:
-            self.replace(self._scaler, "step", self._scaler_step(self._scaler))
+                self.hold(config.scheduler, functools.partial(self._holds, config.scheduler))
 
     # ---- what Lightning calls instead of its own -----------------------------------------------------------------
 
@@ -91,31 +84,6 @@ class GuardedFit(AttachedGuard):
 
         return backward
 
-    def _optimizer_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            if self._is_stepping:  # called by the GradScaler
-                return original(closure, **kwargs) if closure is not None else original(**kwargs)
-            if closure is None:
-                return self._step(optimizer, functools.partial(original, **kwargs))
-            with torch.enable_grad():
-                loss = closure()
-            answered = AnsweredClosure(closure, loss)
-            return self._step(optimizer, functools.partial(original, answered, **kwargs), otherwise=loss)
-
-        return step
-
-    def _scaler_step(self, scaler: Any) -> Callable[..., Any]:
-        original = scaler.step
-
-        @functools.wraps(original)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._step(optimizer, functools.partial(original, optimizer, *args, **kwargs))
-
-        return step
-
     def _update_schedulers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(interval: str, *args: Any, **kwargs: Any) -> None:
@@ -124,17 +92,9 @@ class GuardedFit(AttachedGuard):
 
         return update
 
-    def _scheduler_step(self, scheduler: Any) -> Callable[..., Any]:
+    def _holds(self, scheduler: Any) -> bool:
         """In manual optimization the program advances it; inside ``training_step`` that is once for each step."""
-        original = scheduler.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> None:
-            is_skipped = any(each is scheduler.optimizer for each in self._unapplied)
-            if not (self._is_in_training_step and is_skipped):
-                original(*args, **kwargs)
-
-        return step
+        return self._is_in_training_step and any(each is scheduler.optimizer for each in self._unapplied)
 
     def _on_batch_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """After all hooks: those of the program may have logged the loss of the skipped step."""
@@ -186,33 +146,29 @@ class GuardedFit(AttachedGuard):
         self._unapplied.clear()
 
     def measure(self, optimizer: Optimizer) -> None:
-        """Gradients that a fused optimizer unscales itself can be measured only by the step."""
-        is_scaled = self._scaler is not None and not _compat.is_unscaled(self._scaler, optimizer)
-        if not is_scaled and not self._updates_statistics:
-            self.loop.measure(optimizer, grad_scaler=self._scaler)
+        if not self._updates_statistics:
+            super().measure(optimizer)
 
-    def _step(self, optimizer: Optimizer, call: Callable[[], Any], otherwise: Any = None) -> Any:
+    def step(self, optimizer: Optimizer, call: Callable[[], Any], otherwise: Any = None) -> Any:
         if self.halted is not None or (self._updates_statistics and self._ended_badly):
             self._unapplied.append(optimizer)
             return otherwise
         if self._updates_statistics:  # Lightning steps once more, with the gradients of the last step
             return call()
-        self._is_stepping = True
+        self._is_in_window = False
         try:
-            done = self.loop.step(optimizer, call, grad_scaler=self._scaler)
+            return super().step(optimizer, call, otherwise)
         except NonFiniteError as error:
-            self._unapplied.append(optimizer)
-            self._is_refused = True
             self._halt(error)
+            self.after_step(optimizer, is_applied=False)
             return otherwise
-        finally:
-            self._is_stepping = self._is_in_window = False
-        (self._applied if done.applied else self._unapplied).append(optimizer)
-        self._ended_badly = not done.applied
-        if self.loop.was_refused:
+
+    def after_step(self, optimizer: Optimizer, *, is_applied: bool) -> None:
+        (self._applied if is_applied else self._unapplied).append(optimizer)
+        self._ended_badly = not is_applied
+        if self.halted is not None or self.loop.was_refused:
             self.num_skipped += not self._is_refused
             self._is_refused = True
-        return done.result if done.applied else otherwise
 
     def _halt(self, error: NonFiniteError) -> None:
         """Training ends after this batch, as by EarlyStopping: with validation, checkpoints and loggers."""
