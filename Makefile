@@ -43,9 +43,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
+# SpeechBrain and timm ask for torchaudio and torchvision, which have no CPU build for this torch: torchvision lies apart,
+# for the tests that can do without its kernels.
 $(READY): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt speechbrain hyperpyyaml  # torchaudio has no CPU build
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt speechbrain hyperpyyaml timm
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(VENV)/torchvision torchvision
 	touch $@
 
 clean:

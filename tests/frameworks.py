@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from pathlib import Path
+
+import torch
 
 
-def hide_broken_torchvision() -> None:
-    """A torchvision that was built for another torch cannot be imported, and transformers would try to."""
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
+def use_torchvision_without_kernels() -> None:
+    """Makes torchvision importable, which timm asks for: there is no CPU build of it for this torch.
+
+    Its transforms and data sets need none of its kernels. Without a declaration of two of them it cannot be imported.
+    """
+    apart = Path(sys.prefix) / "torchvision"
+    if str(apart) not in sys.path and apart.exists():
+        sys.path.append(str(apart))
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nanguard.diagnosis import rules
+from nanguard.diagnosis import rules, rules_of_norms
 from nanguard.diagnosis.rules import Case, Found, Rule
 from nanguard.records.diagnosis import Diagnosis, Fix
 
@@ -188,13 +188,13 @@ _BY_VALUE = (
         title="an eps that is zero in this format",
         fix="use an eps that this format can hold (1e-4 in fp16), or compute this in fp32",
         helps=("fp32", "fix_code", "skip"),
-        rule=rules.normalisation,
+        rule=rules_of_norms.normalisation,
     ),
     CauseRow(
         name="division_by_near_zero_norm",
         title="division by a norm that is zero",
         fix="torch.nn.functional.normalize(x, eps=1e-6), or leave out vectors of zeros",
-        rule=rules.norm_inside,
+        rule=rules_of_norms.norm_inside,
     ),
     CauseRow(
         name="inf_minus_inf",

@@ -53,14 +53,9 @@ class Case:
 Found = tuple[str, str] | None
 Rule = Callable[[Case], Found]
 
-_SMALLEST = 2.0**-150
-"""This and smaller numbers are 0 in fp32, which normalisations compute in."""
 
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
-_NORMALISES = frozenset(
-    ("native_layer_norm", "native_batch_norm", "native_group_norm", "batch_norm", "fused_rms_norm", "rms_norm")
-)
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
 _CARRIES_A_SUM = frozenset(("to_copy", "mul", "sum", "view"))
 _FEW = 6
@@ -377,26 +372,6 @@ def overflow(case: Case) -> Found:
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
         words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
         return "overflow_any_precision", words
-    return None
-
-
-def norm_inside(case: Case) -> Found:
-    """Ops that divide by a norm internally."""
-    if "weight_norm" not in case.op and case.op not in ("renorm", "cosine_similarity", "normalize"):
-        return None
-    return "division_by_near_zero_norm", f"{case.op} divides a vector of zeros by its norm"
-
-
-def normalisation(case: Case) -> Found:
-    if case.op not in _NORMALISES:
-        return None
-    eps = _value(case.evidence.operand("eps"))
-    if not case.is_birth or eps is None:
-        return None
-    if eps == 0 and not case.evidence.finite_in:
-        return "zero_over_zero", "a row without variance is divided by the root of eps=0"
-    if 0 < eps <= _SMALLEST and case.dtype != "float64":
-        return "eps_underflow", f"a row without variance is divided by the root of eps={eps:g}, which is 0 in fp32"
     return None
 
 

@@ -230,11 +230,6 @@ class HostedLoop:
             hosted.resumed()
         self._coordinator.forget()
 
-    @property
-    def was_refused(self) -> bool:
-        """Whether the last step was bad, and so skipped. An overflow that the host's GradScaler found is not bad."""
-        return self._coordinator.iteration.refused
-
     def close(self) -> None:
         """Processes what is under way, ends the run log, and removes everything from the model."""
         if self._is_closed:

@@ -20,6 +20,7 @@ from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
+from nanguard.hosted.losses import mean_that_counts, undivided
 from nanguard.hosted.names import names_in_sight
 from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates, num_steps_made
 from nanguard.hosted.scale import ProgramScaler
@@ -341,7 +342,7 @@ class HostedStep(UncheckedSteps):
         self.parts.journal.close(steps=self.parts.num_steps)
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
-        losses = _undivided(self._losses_that_count(this), this.divisors)
+        losses = undivided(self._losses_that_count(this), this.divisors)
         pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
@@ -365,22 +366,14 @@ class HostedStep(UncheckedSteps):
         if len(losses) < 2 or this.reruns:  # a host that gives its step function calls backward() on every loss
             return losses
         if self.sync == "late":
-            return [self._mean_that_counts(losses)]
+            grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
+            return [mean_that_counts(losses, grads, self.parts.state.device)]
         flags = torch.isfinite(torch.stack([loss.double().to(self.parts.state.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         if len(good) in (0, len(losses)) or self.has_bad_gradients():
             return losses
         self._discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
         return good
-
-    def _mean_that_counts(self, losses: list[Tensor]) -> Tensor:
-        """The same without waiting for the device."""
-        values = torch.stack([loss.double().to(self.parts.state.device) for loss in losses])
-        is_good = torch.isfinite(values)
-        grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-        all_count = (nonfinite(grads, self.parts.state.device) != 0) | ~is_good.any()
-        good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
-        return torch.where(all_count, values.mean(), good)
 
     def _follow_scaler(self) -> None:
         """Takes in what the program's GradScaler has done to the gradients."""
@@ -397,11 +390,3 @@ class HostedStep(UncheckedSteps):
     def _was_refused(self) -> bool:
         last = self.parts.journal.last
         return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"
-
-
-def _undivided(losses: list[Tensor], divisors: Sequence[float]) -> list[Tensor]:
-    """If the program divides the loss of each micro-batch by their number, its loss is what it was before that."""
-    first = divisors[0] if divisors else 0.0
-    if len(divisors) < 2 or first < len(divisors) or any(divisor != first for divisor in divisors):
-        return losses
-    return [loss * first for loss in losses]

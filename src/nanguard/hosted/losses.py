@@ -1,0 +1,27 @@
+"""The loss of a step, from the losses that the program has called backward on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanguard.numerics.finite import nonfinite
+
+
+def mean_that_counts(losses: list[Tensor], grads: list[Tensor], device: torch.device) -> Tensor:
+    """The mean of the finite losses if the gradients are finite: the program has discarded the others. Does not sync."""
+    values = torch.stack([loss.double().to(device) for loss in losses])
+    is_good = torch.isfinite(values)
+    all_count = (nonfinite(grads, device) != 0) | ~is_good.any()
+    good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
+    return torch.where(all_count, values.mean(), good)
+
+
+def undivided(losses: list[Tensor], divisors: Sequence[float]) -> list[Tensor]:
+    """If the program divides the loss of each micro-batch by their number, its loss is what it was before that."""
+    first = divisors[0] if divisors else 0.0
+    if len(divisors) < 2 or first < len(divisors) or any(divisor != first for divisor in divisors):
+        return losses
+    return [loss * first for loss in losses]
