@@ -11,7 +11,7 @@ from nanguard.numerics.finite import nonfinite
 
 
 def mean_that_counts(losses: list[Tensor], grads: list[Tensor], device: torch.device) -> Tensor:
-    """The mean of the finite losses if the gradients are finite: the program has discarded the others. Does not sync."""
+    """The mean of finite losses if gradients are finite: the program has discarded the others. Does not sync."""
     values = torch.stack([loss.double().to(device) for loss in losses])
     is_good = torch.isfinite(values)
     all_count = (nonfinite(grads, device) != 0) | ~is_good.any()
