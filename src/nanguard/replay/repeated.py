@@ -9,7 +9,7 @@ from typing import Any
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis_text import examined
 from nanguard.records.panel import done, what_happened
-from nanguard.runlog.repeats import likeness
+from nanguard.step.repeats import likeness
 
 _MOST_ACTS = 5
 

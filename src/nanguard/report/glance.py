@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from nanguard.records.printable import printable
 from nanguard.records.run import EventRecord, IncidentRecord, Run, StepRecord
-from nanguard.runlog.repeats import likeness, refused_at_end
+from nanguard.runlog.repeats import refused_at_end
+from nanguard.step.repeats import likeness
 
 RunState = Literal["running", "silent", "gone", "halted", "ended"]
 """``silent``: nothing was written for much longer than usual. ``gone``: silent, and the process has ended."""

@@ -1,14 +1,13 @@
-"""Finds repetition: incidents with the same fault, and steps that were refused in a row."""
+"""Finds steps that were refused in a row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanguard.records.run import StepRecord
-    from nanguard.records.steps import Outcome
 
 _WORTH_TELLING = 10
 _FEWEST = 3
@@ -52,12 +51,3 @@ def _row(steps: Sequence[StepRecord], owner: str) -> Refused | None:
     if count < _WORTH_TELLING and (count < _FEWEST or 2 * count <= made):
         return None
     return Refused(optimizer=owner, count=count, since=since, is_all=since == 0)
-
-
-def likeness(outcome: Outcome) -> tuple[Any, ...]:
-    """A key that is equal for incidents with the same fault: the same cause at the same place."""
-    diagnosis, verdict = outcome.diagnosis, outcome.verdict
-    if diagnosis is None:
-        return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
-    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
-    return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nanguard.records.alert import Alert
@@ -12,18 +11,9 @@ from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import panel, repeated
 from nanguard.records.steps import Incident, Outcome
 from nanguard.step.observers import Observer
+from nanguard.step.repeats import RepeatCounter
 
 log = logging.getLogger("nanguard")
-
-_MOST_KINDS = 1000
-
-
-@dataclass(slots=True)
-class _Seen:
-    """The step of the first incident of a kind, and how many there were."""
-
-    step: int
-    count: int = 1
 
 
 class PanelLogger(Observer):
@@ -34,7 +24,7 @@ class PanelLogger(Observer):
 
     def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
         self._path = path
-        self._kinds: dict[tuple[Any, ...], _Seen] = {}
+        self._repeats = RepeatCounter(skips_only=True)
 
     def on_heard(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading
@@ -52,7 +42,7 @@ class PanelLogger(Observer):
         outcome = incident.outcome
         if outcome.action.response == "halt":  # it says all this in its error
             return
-        seen = self._counted(incident)
+        seen = self._repeats.count(incident)
         try:
             if seen.count == 1:
                 text = panel(incident, self._path())
@@ -62,34 +52,5 @@ class PanelLogger(Observer):
             what = outcome.action.response
             log.exception("step %d: %s, which could not be described", incident.reading.step, what)
         else:
-            level = logging.WARNING if _is_told(seen.count) else logging.INFO
+            level = logging.WARNING if seen.is_worth_telling else logging.INFO
             log.log(level, "%s", fitted(text, terminal_width()))
-
-    def _counted(self, incident: Incident) -> _Seen:
-        """How often this kind was seen, with this incident. Only a step that was just skipped can be a repeat."""
-        outcome = incident.outcome
-        if outcome.action.response != "skip":
-            return _Seen(incident.reading.step)
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        kind = _kind(outcome)
-        seen = self._kinds.get(kind)
-        if seen is None:
-            seen = self._kinds[kind] = _Seen(incident.reading.step)
-        else:
-            seen.count += 1
-        return seen
-
-
-def _kind(outcome: Outcome) -> tuple[Any, ...]:
-    """Equal for incidents with the same fault: the same cause at the same place."""
-    diagnosis, verdict = outcome.diagnosis, outcome.verdict
-    if diagnosis is None:
-        return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
-    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
-    return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
-
-
-def _is_told(count: int) -> bool:
-    """1, 2, 3, 10, 30, 100, 300, ..."""
-    return count == 2 or str(count).rstrip("0") in ("1", "3")

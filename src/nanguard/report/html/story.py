@@ -14,7 +14,8 @@ from nanguard.records.diagnosis_text import examined
 from nanguard.records.rebuild import built
 from nanguard.records.run import IncidentRecord
 from nanguard.records.steps import Outcome
-from nanguard.runlog.repeats import Refused, likeness, refused_at_end
+from nanguard.runlog.repeats import Refused, refused_at_end
+from nanguard.step.repeats import likeness
 
 if TYPE_CHECKING:
     from nanguard.records.run import EventRecord, Run
