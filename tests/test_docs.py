@@ -47,6 +47,11 @@ def world() -> dict[str, Any]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    run_snippets(page)
+
+
+def run_snippets(page: Path) -> None:
+    """One after the other, in one world."""
     names = world()
     for number, code in enumerate(SNIPPET.findall(page.read_text()), start=1):
         exec(compile(code, f"{page.name}, snippet {number}", "exec"), names)

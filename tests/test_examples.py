@@ -74,3 +74,15 @@ def test_fabric(capsys: pytest.CaptureFixture[str]) -> None:
     assert "applied=95, skipped=5" in out
     assert "cause: input_nonfinite in 0" in out
     assert "nan" not in out
+
+
+def test_wandb_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    try:
+        assert "399 steps applied, 1 skipped" in output_of("wandb_observer.py", capsys)
+    finally:
+        wandb.teardown()
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1

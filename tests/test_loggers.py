@@ -18,6 +18,7 @@ from helpers import build, differences, everything, loss_fn, make_batches, poiso
 from nanguard.integrations.loggers import MLflow, TensorBoard, WandB
 from nanguard.records.alert import Alert
 from nanguard.records.steps import Outcome
+from test_docs import ROOT, run_snippets
 
 ALERT = Alert(
     number=1, state="raised", step=6, module="inp", op="addmm", quantity="largest value", now=3e4, limit=65504.0,
@@ -125,6 +126,13 @@ def test_a_halt_is_written_although_nothing_closes_the_guard(tmp_path: Path) -> 
     scalars, texts = scalars_and_texts(tmp_path)
     assert list(scalars["nanguard/loss"]) == [2]
     assert "training halted" in texts["nanguard/incidents/text_summary"][0]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    run_snippets(ROOT / "docs" / "integrations" / "loggers.md")
+    assert list(scalars_and_texts(tmp_path / "runs" / "a")[0]["nanguard/loss"]) == [4]
 
 
 @pytest.fixture
