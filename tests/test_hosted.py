@@ -271,6 +271,29 @@ def test_a_pass_that_the_host_discards_leaves_no_nan_in_buffers() -> None:
     assert differences(plain(steps).state(), run.state()) == []
 
 
+@pytest.mark.parametrize("reruns", [False, True])
+def test_gradients_that_the_host_clears_without_a_step_are_forgotten(reruns: bool) -> None:
+    """The last micro-batches of an epoch, if they are too few for a step."""
+    steps = windows(4)
+    nan = poisoned(steps[0], 0)[0]
+    run, expected = Trainer(guarded=True), Trainer(guarded=False)
+    assert run.loop is not None
+    for number, window in enumerate(steps):
+        run.fit([window])
+        expected.fit([window])
+        run.loop.before_forward(nan, rerun=(lambda batch: loss_fn(run.model, batch)) if reruns else None)
+        loss = loss_fn(run.model, nan)
+        run.loop.after_forward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        run.optimizer.zero_grad()
+        run.loop.discard()
+        assert len(run.loop.incidents) == number + 1
+    assert run.applied == [True] * 4
+    assert differences(everything(run.model, [run.optimizer]), everything(expected.model, [expected.optimizer])) == []
+    assert run.loop.incidents[0].reading.found == ("loss",)
+    run.loop.close()
+
+
 def test_evaluation_between_steps_changes_nothing() -> None:
     steps = windows()
     run = Trainer(guarded=True)

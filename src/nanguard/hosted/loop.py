@@ -207,6 +207,15 @@ class HostedLoop:
             grad_scaler.unscale_(optimizer)  # update() needs what it finds
         return HostedResult(applied=hosted.was_applied, result=result if hosted.was_applied else None)
 
+    def discard(self) -> None:
+        """The host has cleared the gradients without a step: what was told since the last step is forgotten.
+
+        If it was non-finite, it is examined, and buffers are put back. Syncs.
+        """
+        self._check_open("discard")
+        self._taper.stop()
+        self._coordinator.end(None)
+
     @property
     def should_advance_schedule(self) -> bool:
         """Whether the last step, of all optimizers that took part in it, was applied: advance schedulers only then."""
