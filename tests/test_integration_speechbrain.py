@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import nanguard
 from helpers import INF, NAN, differences, everything
+from launching import Case, Cases, Ranks, cases, needs_gloo
 from nanguard.integrations.speechbrain import attach
 
 if importlib.util.find_spec("speechbrain") is None:
@@ -319,3 +320,28 @@ def test_detach_restores_everything() -> None:
     assert vars(brain) == before
     batches = make_batches()
     assert differences(facts(fit(brain, batches)), facts(fit(other, batches))) == []
+
+
+case = Cases("speaking")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return case.launcher(tmp_path_factory)
+
+
+@pytest.mark.campaign
+@needs_gloo
+@cases(*(case("guarded", fault=fault) for fault in ("nan batch", "nan loss", "inf gradient")))
+def test_ranks_skip_together_and_name_the_line(ranks: Ranks, one: Case) -> None:
+    """Modules are wrapped in DDP one by one, and InputNormalization sums over ranks in its forward pass."""
+    first, second = ranks(one)
+    assert first == second
+    assert (first["differences"], first["applied"]) == ([], 15)
+    cause, line = {
+        "nan batch": ("input_nonfinite", "self.modules.normalize("),
+        "nan loss": ("nonfinite_constant", "loss + NAN"),
+        "inf gradient": ("nonfinite_constant", "gradient * INF"),
+    }[one.options["fault"]]
+    assert first["cause"] == cause
+    assert line in first["line"]

@@ -167,11 +167,18 @@ class DiagnosisScheduler:
         return not ranks or self._parts.ranks.rank in ranks
 
     def _shared(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
-        """The diagnosis of the first rank that has one, so that all ranks use the same."""
-        if self._parts.ranks.size == 1:
+        """The diagnosis of the first rank that has one, so that all ranks use the same.
+
+        A rank on which the fault does not repeat gives way: it came there from another one.
+        """
+        ranks, source, text = self._parts.ranks, 0, ""
+        if ranks.size == 1:
             return diagnosis
-        source, text = self._parts.ranks.share("" if diagnosis is None else diagnosis.as_json())
-        if source == self._parts.ranks.rank:
+        for is_good in (diagnosis is not None and diagnosis.repeats, True):
+            source, text = ranks.share(diagnosis.as_json() if diagnosis is not None and is_good else "")
+            if text:
+                break
+        if source == ranks.rank:
             return diagnosis
         return Diagnosis.from_dict(json.loads(text)) if text else None
 

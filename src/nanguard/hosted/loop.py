@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -111,7 +112,7 @@ class HostedLoop:
             hosted = HostedStep(
                 optimizer,
                 unwrapped(model),
-                [model],
+                _called(model),
                 settings,
                 name="" if len(several) == 1 else f"{type(optimizer).__name__} {place}",
                 shares=len(several) > 1,
@@ -326,3 +327,11 @@ class HostedLoop:
 
     def _random_states(self) -> RngState:
         return self._steps[0].random_states()
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    """The model, and parts of it that are wrapped in DDP on their own."""
+    return [
+        model,
+        *(part for part in model.modules() if part is not model and isinstance(part, DistributedDataParallel)),
+    ]

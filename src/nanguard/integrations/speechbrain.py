@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from nanguard.diagnosis.scheduler import How
 from nanguard.errors import NonFiniteError
+from nanguard.hosted.handshake import announce
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
@@ -93,6 +94,7 @@ class BrainGuard(AttachedGuard):
 
     def _in_on_fit_start(self, original: Callable[..., Any]) -> None:
         """The optimizers exist afterwards, and a checkpoint has been loaded."""
+        announce()  # before DDP is made
         original()
         brain = self._brain
         self._optimizers = list((brain.optimizers_dict or {}).values())
@@ -190,16 +192,11 @@ class BrainGuard(AttachedGuard):
 
     def _rerun(self, batch: Any, before: SideState) -> Tensor:
         """The loss of a batch again, as ``fit_batch`` of SpeechBrain computes it."""
-        brain, stage, now = self._brain, self._core.Stage.TRAIN, SideState(self._brain)
-        before.put_back_means()
-        try:
-            with brain.training_ctx:
-                outputs = brain.compute_forward(batch, stage)
-                loss = brain.compute_objectives(outputs, batch, stage)
-            shared: Tensor = loss / brain.grad_accumulation_factor
-            return shared
-        finally:
-            now.put_back()
+        brain, stage = self._brain, self._core.Stage.TRAIN
+        with before.again(), brain.training_ctx:
+            outputs = brain.compute_forward(batch, stage)
+            loss: Tensor = brain.compute_objectives(outputs, batch, stage) / brain.grad_accumulation_factor
+        return loss
 
     def _begin_window(self) -> None:
         """A window has the batches whose gradients make one step."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 _STATISTICS = ("speechbrain.utils.metric_stats", "speechbrain.utils.Accuracy", "speechbrain.utils.bleu")
@@ -29,23 +32,34 @@ class SideState:
         self._lists = [(each, len(each)) for place in kept for each in place.values() if isinstance(each, list)]
         self._of_brain = {k: v for k, v in own.items() if isinstance(v, (*_NUMBERS, Tensor))}
 
-    def put_back_means(self) -> None:
-        """For the pass of the noted batch, to be run again."""
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For a pass of the noted batch that must have no effect. Afterwards everything is as it is now."""
+        now = SideState(self._brain)
+        self._put_back_means()
+        is_with_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        modes = [(module, module.training) for module, _ in self._means if is_with_others]
+        for module, _ in modes:
+            module.training = False  # in training it sums over all ranks, and the others do not run this pass
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            now.forget_batch()
+            vars(self._brain).update(now._of_brain)
+
+    def _put_back_means(self) -> None:
         for module, means in self._means:
             vars(module).update({name: _held(value) for name, value in means.items()})
 
     def forget_batch(self) -> None:
         """The batch, and those after it, never came."""
-        self.put_back_means()
+        self._put_back_means()
         for place, counters in self._counters:
             place.update(counters)
         for each, length in self._lists:
             del each[length:]
-
-    def put_back(self) -> None:
-        """Everything, after a pass that must have no effect."""
-        self.forget_batch()
-        vars(self._brain).update(self._of_brain)
 
 
 def _is_mean(name: str) -> bool:

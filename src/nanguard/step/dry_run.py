@@ -129,10 +129,19 @@ def _show_nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def apart(model: nn.Module, *, alone: bool) -> Iterator[None]:
-    """DDP averages no gradients; afterwards it sends buffers around before the next forward pass, or not, as before."""
-    if not isinstance(model, DistributedDataParallel):
+    """DDP averages no gradients, in the model or in parts of it; with ``alone`` calls go past it.
+
+    Afterwards it sends buffers around before the next forward pass, or not, as before.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(_apart(module, alone=alone))
         yield
-        return
+
+
+@contextlib.contextmanager
+def _apart(model: DistributedDataParallel, *, alone: bool) -> Iterator[None]:
     sends = model.require_forward_param_sync
     if alone:
         vars(model)["forward"] = model.module
