@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from nanguard.monitor import pace
 from nanguard.monitor.observer import Monitor
 from nanguard.monitor.probe import Probe
 from nanguard.monitor.quantities import KINDS, Quantity, resolution, smallest
@@ -363,6 +364,46 @@ def test_a_compiled_model_is_not_traced_and_not_compiled_again() -> None:
     assert len(compiled) == once
     kinds = {key.split("|")[0] for key in monitor.state_dict()["warner"]["watched"]}
     assert kinds == {"gradient", "update"}
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("probe_every", [3, "auto"])
+@pytest.mark.parametrize("own", [False, True])
+def test_no_step_of_a_watched_run_syncs(probe_every: Any, own: bool) -> None:
+    model, optimizer = build(lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), device="cuda")
+    monitor = Monitor(probe_every=probe_every)
+    guard = nanguard.Guard(model, optimizer, precision="bf16", max_norm=1.0, observers=[monitor])
+    batches = make_batches(48, device="cuda")
+    for batch in batches[:8]:
+        guard.step(loss_fn, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[8:]:
+            own_step(guard, batch) if own else guard.step(loss_fn, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    guard.settle()
+    assert guard.counts["applied"] == len(batches)
+    assert monitor.headroom(), "steps were probed"
+    assert probe_every != "auto" or monitor.probe_cost is not None
+
+
+def test_the_number_of_steps_between_probes_follows_from_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe costs what its own step and the two after it take in addition; the first probe does not count."""
+    now = 0.0
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    paced, every, since = pace.Pace(0.01), pace.FIRST_EVERY, 0
+    for step in range(200):
+        every = paced.begin(every)
+        if step in (0, 10, 100):
+            paced.probe()
+            since = 0
+        now += {0: 1000.0 if step == 0 else 4.0, 2: 2.0}.get(since, 1.0)  # a compilation; reading on the host
+        since += 1
+        assert (paced.cost is None) == (step <= 12)
+    assert paced.cost == pytest.approx(4.0)
+    assert every == 400
 
 
 @pytest.mark.parametrize(("name", "value"), [("probe_every", 0), ("probe_every", "often"), ("budget", 0.0)])

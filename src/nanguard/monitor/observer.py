@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nanguard import _compat
+from nanguard.monitor.pace import FIRST_EVERY, Pace
 from nanguard.monitor.probe import Measured, Probe, gathered, read
 from nanguard.monitor.quantities import KINDS, Quantity
 from nanguard.monitor.series import MOST_POINTS
@@ -26,8 +25,6 @@ from nanguard.step.observers import Observer
 
 log = logging.getLogger("nanguard")
 
-_FIRST_EVERY = 10
-_MOST_EVERY = 1000
 _BUDGET = 0.005
 _SAMPLE = 4096
 """So many elements of a weight stand for all of it."""
@@ -71,8 +68,8 @@ class Monitor(Observer):
             raise ValueError(f"budget must be a share of the step time between 0 and 1, got {budget!r}")
         self.alerts: list[Alert] = []
         self._warner = Warner(kinds)
-        self._every = _FIRST_EVERY if probe_every == "auto" else probe_every
-        self._pace = _Pace(budget) if probe_every == "auto" else None
+        self._every = FIRST_EVERY if probe_every == "auto" else probe_every
+        self._pace = Pace(budget) if probe_every == "auto" else None
         self._model: nn.Module | None = None
         self._note: Callable[..., None] = lambda event, **fields: None
         self._probe: Probe | None = None
@@ -96,6 +93,19 @@ class Monitor(Observer):
         """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``)."""
         self._model, self._note = unwrapped(model), note
         self._traces = not _is_compiled(model)
+        first = next(self._model.parameters(), None)
+        if self._pace is not None and first is not None:
+            self._pace.use(first.device)
+
+    @property
+    def probe_every(self) -> int:
+        """One in so many steps is probed at the moment."""
+        return self._every
+
+    @property
+    def probe_cost(self) -> float | None:
+        """What a probe costs, in ordinary steps. None before the second probe, and if ``probe_every`` is a number."""
+        return None if self._pace is None else self._pace.cost
 
     @property
     def active(self) -> tuple[Alert, ...]:
@@ -110,16 +120,18 @@ class Monitor(Observer):
 
     def on_open(self, step: int) -> None:
         self._disarm()
+        if _is_capturing():
+            return
         if self._before:
             self._post_updates(step)
         if self._pace is not None:
             self._every = self._pace.begin(self._every)
-        if self._model is None or step < self._next or not self._works or _is_capturing():
+        if self._model is None or step < self._next or not self._works:
             return
         self._next = step + self._every
         self._num_probes += 1
         if self._pace is not None:
-            self._pace.is_probing = True
+            self._pace.probe()
         self._probe = Probe(self._model)
         if self._traces:
             self._probe.arm()  # a step of another optimizer may be probed at the moment
@@ -188,7 +200,7 @@ class Monitor(Observer):
             quantities.append((Quantity(kind="update", module=module, op=name), 1))
             new = param.detach().view(-1)[:_SAMPLE]
             values.append((new - old).double().norm() / old.double().norm())
-        if values and not _is_capturing():
+        if values:
             self._post(step, quantities, [torch.zeros_like(values[0]), *values], is_last=True)
 
     # ---- to the host ---------------------------------------------------------------------------------------------
@@ -226,30 +238,6 @@ class Monitor(Observer):
             raise ValueError(f"the early warning reads state of version 1, got {state.get('version')!r}")
         self._warner.load_state_dict(state["warner"])
         self._every, self._next = state["every"], state["next"]
-
-
-class _Pace:
-    """Chooses how often to probe from the host's time for ordinary and for probed steps."""
-
-    def __init__(self, budget: float) -> None:
-        self._budget = budget
-        self._began: float | None = None
-        self._ordinary: list[float] = []
-        self._probed: list[float] = []
-        self.is_probing = False
-
-    def begin(self, every: int) -> int:
-        """A step begins, and the one before it is over. Returns how many steps to probe one of."""
-        now = time.perf_counter()
-        if self._began is not None:
-            (self._probed if self.is_probing else self._ordinary).append(now - self._began)
-        self._began, self.is_probing = now, False
-        self._ordinary, self._probed = self._ordinary[-32:], self._probed[-8:]
-        if not self._ordinary or not self._probed:
-            return every
-        usual = median(self._ordinary)
-        extra = max(0.0, median(self._probed) - usual)
-        return max(1, min(_MOST_EVERY, math.ceil(extra / (self._budget * usual)))) if usual > 0 else every
 
 
 def _stride(number: int) -> int:
