@@ -142,6 +142,17 @@ def test_a_healthy_run_is_the_same_to_the_bit(scales: bool, measures: bool, make
     assert run.loop.incidents == ()
 
 
+def test_a_monitor_that_probes_every_step_changes_nothing() -> None:
+    """The loss is multiplied by a number, which a dispatch mode such as a probe is not given as a tensor."""
+    monitor, runs = nanguard.Monitor(probe_every=1), []
+    for run in (plain, guarded):
+        options = {"observers": [monitor]} if run is guarded else {}
+        torch.manual_seed(0)
+        runs.append(run(windows(), **options).state())
+    assert differences(*runs) == []
+    assert monitor.headroom()
+
+
 def test_dropout_draws_the_same_random_numbers() -> None:
     runs = []
     for is_guarded in (False, True):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.graph_probe import examine_graph
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
@@ -74,7 +74,8 @@ class StepCoordinator:
         unscaled = [getattr(loss, "_nanguard_loss", loss) for loss in losses]
         seen = [_alone(loss) for loss in unscaled]
         self.iteration.losses += seen
-        self.iteration.divisors += map(_compat.divisor_of, unscaled)
+        with _compat_modes.unwatched():  # a dispatch mode is given a plain number for the tensor of a number
+            self.iteration.divisors += map(_compat.divisor_of, unscaled)
         for noted in (self.iteration.losses, self.iteration.divisors):
             del noted[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
         return seen
