@@ -172,6 +172,7 @@ def test_the_check_for_private_names_sees(line: str) -> None:
 def test_the_public_names_are_these() -> None:
     assert nanguard.__all__ == [
         "AGC",
+        "CallFunction",
         "Diagnosis",
         "Divergence",
         "DropBadGradients",
@@ -189,6 +190,7 @@ def test_the_public_names_are_these() -> None:
         "Rollback",
         "Skip",
         "Snapshots",
+        "TakeSnapshot",
         "ZScore",
         "__version__",
         "diagnose",

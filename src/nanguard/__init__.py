@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from nanguard.numerics.clip import AGC, ZScore
     from nanguard.policy.divergence import Divergence
     from nanguard.policy.policy import Policy
-    from nanguard.policy.rungs import DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Skip
+    from nanguard.policy.rungs import (
+        CallFunction,
+        DropBadGradients,
+        Halt,
+        LowerLR,
+        RaisePrecision,
+        Rollback,
+        Skip,
+        TakeSnapshot,
+    )
     from nanguard.records.diagnosis import Diagnosis
     from nanguard.runlog.reader import read_run
     from nanguard.standalone import diagnose
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGC",
+    "CallFunction",
     "Diagnosis",
     "Divergence",
     "DropBadGradients",
@@ -38,6 +48,7 @@ __all__ = [
     "Rollback",
     "Skip",
     "Snapshots",
+    "TakeSnapshot",
     "ZScore",
     "__version__",
     "diagnose",
@@ -49,6 +60,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AGC": "numerics.clip",
+    "CallFunction": "policy.rungs",
     "Diagnosis": "records.diagnosis",
     "Divergence": "policy.divergence",
     "DropBadGradients": "policy.rungs",
@@ -66,6 +78,7 @@ _HOME = {
     "Rollback": "policy.rungs",
     "Skip": "policy.rungs",
     "Snapshots": "state.snapshots.options",
+    "TakeSnapshot": "policy.rungs",
     "ZScore": "numerics.clip",
     "diagnose": "standalone",
     "install": "autopilot.entry",

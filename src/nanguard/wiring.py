@@ -87,7 +87,7 @@ def make_engine(
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
     for observer in parts.journal.observers:
         if isinstance(observer, Monitor):
-            observer.bind(parts.state.model, parts.journal.note)
+            observer.bind(parts.state.model, parts.journal.note, recovery.alerts.hear)
     engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
     return engine, recovery
 
@@ -113,6 +113,8 @@ def introduce(
     log.info("guarding in %s (asked for %s) on %s, %s", name, asked_precision, parts.state.device, how)
     if parts.policy.drops_gradients and not parts.drops_gradients:
         log.warning("DropBadGradients is ignored in fp16: a scaled overflow says nothing about one parameter")
+    if parts.policy.answers_alerts and not any(isinstance(each, Monitor) for each in parts.journal.observers):
+        log.warning("the policy answers warnings, and nothing raises any: pass observers=[nanguard.Monitor()]")
     slow = parts.skippable.not_fused()
     if slow:
         level = logging.INFO if parts.state.device.type == "cpu" else logging.WARNING

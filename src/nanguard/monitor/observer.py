@@ -72,6 +72,7 @@ class Monitor(Observer):
         self._pace = Pace(budget) if probe_every == "auto" else None
         self._model: nn.Module | None = None
         self._note: Callable[..., None] = lambda event, **fields: None
+        self._alerted: Callable[[Alert], None] = lambda alert: None
         self._probe: Probe | None = None
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
         self._pending: list[_Pending] = []
@@ -89,9 +90,14 @@ class Monitor(Observer):
         is_free, self._is_claimed = not self._is_claimed, True
         return is_free
 
-    def bind(self, model: nn.Module, note: Callable[..., None]) -> None:
-        """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``)."""
-        self._model, self._note = unwrapped(model), note
+    def bind(
+        self, model: nn.Module, note: Callable[..., None], alerted: Callable[[Alert], None] = lambda alert: None
+    ) -> None:
+        """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``).
+
+        ``alerted`` is called with each warning that was raised, updated or withdrawn.
+        """
+        self._model, self._note, self._alerted = unwrapped(model), note, alerted
         self._traces = not _is_compiled(model)
         first = next(self._model.parameters(), None)
         if self._pace is not None and first is not None:
@@ -223,6 +229,7 @@ class Monitor(Observer):
         for alert in self._warner.look(pending.step, samples):
             self.alerts.append(alert)
             self._note("alert", **alert.as_dict(), message=alert.message)
+            self._alerted(alert)
         if self._num_probes % _stride(self._num_probes) == 0:
             rooms = list(self.headroom().items())[:_MODULES_TOLD]
             self._note("headroom", step=pending.step, rooms={name: round(room, 2) for name, room in rooms})

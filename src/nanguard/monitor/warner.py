@@ -144,6 +144,8 @@ class Warner:
         """What became of the warnings that stand."""
         for quantity, alert in list(self._active.items()):
             found = forecasts.get(quantity)
+            if quantity not in forecasts:  # it is not there any more: its module runs in another format, or not at all
+                self._watched[quantity].calm += 1
             if found is None:
                 if self._watched[quantity].calm >= _CALM:
                     del self._active[quantity]
@@ -204,7 +206,14 @@ class Warner:
             cause=quantity.cause,
             advice=quantity.advice,
             severity="critical" if 4 * left < found.span else "warning",
+            kind=quantity.kind,
+            form=self._coarsest_form() if quantity.kind == "gradient" else quantity.form,
+            backward=quantity.backward,
         )
+
+    def _coarsest_form(self) -> str:
+        forms = {quantity.form for quantity in self._watched}
+        return next((form for form in ("fp16", "bf16", "fp32", "fp64") if form in forms), "")
 
     # ---- to be saved ---------------------------------------------------------------------------------------------
 

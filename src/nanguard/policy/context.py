@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class RungContext(Protocol):
     """The bad step, and the verbs of recovery.
 
-    The step was refused: weights, buffers and optimizer state are as they were before it. Each verb returns what it
-    did, in words; None if it could not do it, and then nothing has changed.
+    The step was refused: weights, buffers and optimizer state are as they were before it. If a warning is answered
+    (``verdict.alert``), no step was refused: all steps so far are applied, and the next has not begun. Each verb
+    returns what it did, in words; None if it could not do it, and then nothing has changed.
     """
 
     @property
@@ -45,6 +46,9 @@ class RungContext(Protocol):
         self, scope: Literal["module", "model"], *, verify: bool = True, retry_after: int | None = None
     ) -> str | None:
         """Runs the guilty module, or the whole model, in fp32, as ``RaisePrecision`` does."""
+
+    def take_snapshot(self) -> str | None:
+        """Has a snapshot taken before the next step, whether one is due or not."""
 
     def roll_back(
         self,

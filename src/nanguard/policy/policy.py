@@ -16,6 +16,7 @@ from nanguard.policy.rungs import (
     Rollback,
     Rung,
     Skip,
+    answers_alerts,
     check,
     check_count,
     check_rung,
@@ -105,8 +106,14 @@ class Policy:
     @property
     def answers_divergence(self) -> Divergence | None:
         """The rule of divergence, if any rung answers it, or can go back."""
-        answers = any(steps_back(rung) or not rung.refuses(_DIVERGED) for rung in self.ladder)
+        others = [rung for rung in self.ladder if not answers_alerts(rung)]
+        answers = any(steps_back(rung) or not rung.refuses(_DIVERGED) for rung in others)
         return self.divergence if answers else None
+
+    @property
+    def answers_alerts(self) -> bool:
+        """Whether any rung answers a warning. If none does, warnings are only shown."""
+        return any(answers_alerts(rung) and rung.times != 0 for rung in self.ladder)
 
     @property
     def _acts_without_proof(self) -> bool:
@@ -133,7 +140,7 @@ class Policy:
         lowest = _lowest_rung(history, verdict)
         for place, rung in enumerate((*self.ladder, Halt())):
             used = _used(history, verdict, place, rung)
-            why_not = "it did not help just now" if place < lowest else rung.refuses(verdict)
+            why_not = "it did not help just now" if place < lowest else _refuses(rung, verdict)
             if not why_not and rung.times is not None and used >= rung.times:
                 why_not = f"used {used} of {rung.times} {span_in_words(rung.per)}"
             if not why_not:
@@ -152,7 +159,7 @@ class Policy:
 
     def _then(self, place: int, rung: Rung, verdict: Verdict) -> str:
         """The rung that comes when this one is used up. Empty if it never is, or if the next one does the same."""
-        above = [each for each in (*self.ladder, Halt())[place + 1 :] if not each.refuses(verdict)]
+        above = [each for each in (*self.ladder, Halt())[place + 1 :] if not _refuses(each, verdict)]
         if rung.times is None or not above or response_of(above[0]) == response_of(rung):
             return ""
         return above[0].describe()
@@ -194,6 +201,13 @@ def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
         return Verdict(kind="healthy", reading=reading)
     is_routine = can_back_off and reading.found == ("gradients",)
     return Verdict(kind="overflow" if is_routine else "nonfinite", reading=reading)
+
+
+def _refuses(rung: Rung, verdict: Verdict) -> str:
+    """Why the rung does not answer this; empty if it does. A warning is answered by rungs for warnings only."""
+    if answers_alerts(rung) != (verdict.kind == "alert"):
+        return "it answers warnings only" if answers_alerts(rung) else "it does not answer warnings"
+    return rung.refuses(verdict)
 
 
 def _used(history: Sequence[Outcome], verdict: Verdict, place: int, rung: Rung) -> int:

@@ -6,11 +6,13 @@ steps), which verdicts it answers, what it does, and how it reads. A rung can be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, cast, get_args
 
 from nanguard.policy.context import RungContext
-from nanguard.records.steps import Response, Verdict
+from nanguard.records.alert import Alert
+from nanguard.records.steps import Means, Response, Verdict
 
 Span = Literal["epoch", "run"] | int
 """An epoch, the run, or that many steps."""
@@ -19,8 +21,9 @@ Span = Literal["epoch", "run"] | int
 class Rung(Protocol):
     """What ``Policy`` accepts. A rung never changes, and decides and acts the same on all ranks.
 
-    Two more attributes are optional. ``steps_back`` is how many steps back the rung may want to go: without it no
+    Three more attributes are optional. ``steps_back`` is how many steps back the rung may want to go: without it no
     snapshots are taken for its sake. ``response`` is one of the names in ``Response``; it is "act" if there is none.
+    With ``when = "alert"`` the rung answers warnings of the ``Monitor``, and nothing else; without it, none of them.
     """
 
     @property
@@ -35,7 +38,7 @@ class Rung(Protocol):
         """Why the rung does not answer this; empty if it does. Pure: asked often, also about steps that never were."""
 
     def act(self, context: RungContext) -> str | None:
-        """Does it, and returns what it did, in words; the step stays refused.
+        """Does it, and returns what it did, in words; the step stays refused. A warning is answered between two steps.
 
         None: it had no use, the rung has put everything back as it was, and the next rung is tried.
         """
@@ -110,18 +113,21 @@ class DropBadGradients:
 class LowerLR:
     """The step is skipped and the learning rate multiplied by ``factor``, with the base of its schedule.
 
-    After ``recover_after`` steps without trouble it is what the schedule says again; None: never.
+    After ``recover_after`` steps without trouble it is what the schedule says again; None: never. With ``when="alert"``
+    it answers a warning, and no step is skipped.
     """
 
     factor: float = 0.5
     recover_after: int | None = None
     times: int | None = 3
     per: Span = "run"
+    when: Literal["any", "alert"] = "any"
 
     response: ClassVar[Response] = "lower_lr"
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
+        _check_when(self.when)
         check("factor", self.factor, 0 < self.factor < 1, "a number between 0 and 1")
         check_count("recover_after", self.recover_after, optional=True)
 
@@ -144,6 +150,9 @@ class RaisePrecision:
     state to fp32 in place. With ``verify`` this is tried on the failing step first, and if it does not help, the
     precision stays as it was and the next rung is taken. ``lr`` multiplies the learning rate as well. After
     ``retry_after`` steps without trouble the lower precision is tried again (weights that were cast stay in fp32).
+
+    With ``when="alert"`` it answers a warning that fp32 would help against, and no step is skipped. ``"module"`` is the
+    module of the warning then, or the one around it if its result leaves it in half precision; it is not tried first.
     """
 
     scope: Literal["module", "model"] = "module"
@@ -152,16 +161,20 @@ class RaisePrecision:
     retry_after: int | None = None
     times: int | None = 1
     per: Span = "run"
+    when: Literal["any", "alert"] = "any"
 
     response: ClassVar[Response] = "raise_precision"
 
     def __post_init__(self) -> None:
         _check_budget(self.times, self.per)
+        _check_when(self.when)
         check("scope", self.scope, self.scope in ("module", "model"), "'module' or 'model'")
         check("lr", self.lr, 0 < self.lr <= 1, "a number above 0, up to 1")
         check_count("retry_after", self.retry_after, optional=True)
 
     def refuses(self, verdict: Verdict) -> str:
+        if verdict.alert is not None:
+            return self._refuses_alert(verdict.alert, verdict.means)
         if verdict.kind != "nonfinite":
             return "precision does not undo it"
         if not verdict.means.lower_precision and self.lr == 1.0:
@@ -170,6 +183,13 @@ class RaisePrecision:
             return "the data hold NaN or Inf"
         if self.scope == "module" and not verdict.means.can_run_again:
             return "the module can be found only where guard.step ran it"
+        return ""
+
+    def _refuses_alert(self, alert: Alert, means: Means) -> str:
+        if not alert.helps_precision or not means.lower_precision:
+            return "precision does not help against it"
+        if self.scope == "module" and alert.kind == "gradient":
+            return "gradients vanish in the modules behind it"
         return ""
 
     def act(self, context: RungContext) -> str | None:
@@ -233,6 +253,57 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Answers a warning: a snapshot of the state is taken before the next step, so that a rollback loses little."""
+
+    times: int | None = 3
+    per: Span = 1000
+
+    when: ClassVar[Literal["alert"]] = "alert"
+    steps_back: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+
+    def refuses(self, verdict: Verdict) -> str:
+        return ""
+
+    def act(self, context: RungContext) -> str | None:
+        return context.take_snapshot()
+
+    def describe(self) -> str:
+        return "take a snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFunction:
+    """Calls ``function(context)`` with a ``RungContext``.
+
+    The function returns what it did, in words; if it returns None, the next rung is tried. With
+    ``when="alert"`` it answers warnings, with ``"any"`` bad steps and divergences.
+    """
+
+    function: Callable[[RungContext], str | None]
+    times: int | None = None
+    per: Span = "run"
+    when: Literal["any", "alert"] = "alert"
+
+    def __post_init__(self) -> None:
+        _check_budget(self.times, self.per)
+        _check_when(self.when)
+        check("function", self.function, callable(self.function), "a function of a RungContext")
+
+    def refuses(self, verdict: Verdict) -> str:
+        return ""
+
+    def act(self, context: RungContext) -> str | None:
+        return self.function(context)
+
+    def describe(self) -> str:
+        return f"call {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """Training stops with ``NonFiniteError``, nothing corrupted. What the ladder ends in, written or not."""
 
@@ -252,11 +323,17 @@ class Halt:
         return "halt"
 
 
-BUILT_IN: tuple[type, ...] = (Skip, DropBadGradients, LowerLR, RaisePrecision, Rollback, Halt)
+BUILT_IN: tuple[type, ...] = (Skip, DropBadGradients, LowerLR, RaisePrecision, Rollback, TakeSnapshot, Halt)
+"""Those that can be made again from their fields in a run log."""
 
 
 def response_of(rung: Rung) -> Response:
     return cast(Response, getattr(rung, "response", "act"))
+
+
+def answers_alerts(rung: Rung) -> bool:
+    """Whether the rung answers warnings, and nothing else."""
+    return getattr(rung, "when", "") == "alert"
 
 
 def steps_back(rung: Rung) -> int:
@@ -289,6 +366,10 @@ def check(name: str, value: object, fits: bool, accepted: str) -> None:
 def check_count(name: str, value: int | None, *, optional: bool = False) -> None:
     fits = (optional and value is None) or (type(value) is int and value >= 1)
     check(name, value, fits, "a whole number, 1 or more" + (", or None" if optional else ""))
+
+
+def _check_when(when: str) -> None:
+    check("when", when, when in ("any", "alert"), "'any' or 'alert'")
 
 
 def _check_budget(times: int | None, per: Span) -> None:

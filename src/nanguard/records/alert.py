@@ -11,6 +11,8 @@ AlertState = Literal["raised", "updated", "withdrawn"]
 
 Severity = Literal["warning", "critical"]
 
+_COARSE = (("overflow", "fp16"), ("zero", "fp16"), ("zero", "bf16"), ("gradient", "fp16"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
@@ -21,6 +23,9 @@ class Alert:
     ``room`` is the distance between them in bits (one bit is a factor of two). ``trend`` is the change of the room in
     bits per step. ``crossing`` is the step at which the limit is expected to be reached, between ``earliest`` and
     ``latest``. ``cause`` names a row of the table of causes and a page in ``docs/causes``; ``advice`` says what helps.
+    ``kind`` is what the quantity is held against (``QuantityKind`` in ``monitor/quantities.py``), ``form`` the format
+    that its op runs in: fp16, bf16, fp32 or fp64; for gradients that vanish it is the coarsest one in use.
+    ``backward`` says that it is a gradient.
     """
 
     number: int
@@ -40,10 +45,18 @@ class Alert:
     cause: str
     advice: str
     severity: Severity
+    kind: str = ""
+    form: str = ""
+    backward: bool = False
 
     @property
     def steps_left(self) -> int:
         return max(0, self.crossing - self.step)
+
+    @property
+    def helps_precision(self) -> bool:
+        """Whether fp32 would move the limit away: bf16 has the range of fp32, and a coarser resolution."""
+        return (self.kind, self.form) in _COARSE
 
     @property
     def message(self) -> str:

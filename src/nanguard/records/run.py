@@ -36,7 +36,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventRecord:
-    """Another event: ``overflow``, ``drop``, ``eased``, ``roll_back`` or ``alert``. ``fields`` are as written."""
+    """Another event: ``overflow``, ``drop``, ``eased``, ``roll_back``, ``alert`` or ``answered``.
+
+    ``fields`` are as written.
+    """
 
     event: str
     time: float

@@ -9,18 +9,19 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from nanguard.records.alert import Alert
 from nanguard.records.diagnosis import Diagnosis
 
 Found = Literal["loss", "gradients", "buffers", "update", "output"]
 """Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at; in an
 ``output`` of the model, if there was no backward pass since the program threw it away."""
 
-Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence"]
+Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence", "alert"]
 """What a step was.
 
 ``overflow``: finite loss, non-finite scaled fp16 gradients, and the loss scale can still go down. ``damage``: weights,
 buffers or optimizer state were non-finite before the step, which no skip undoes. ``divergence``: the loss is finite
-and has left its own past.
+and has left its own past. ``alert``: the step was healthy, and a warning stands that something will go wrong.
 """
 
 Cause = Literal["unknown", "input", "batch", "weights"]
@@ -95,13 +96,17 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a reading means, whose fault it is, what could be done about it, and how far the run had come."""
+    """What a reading means, whose fault it is, what could be done about it, and how far the run had come.
+
+    ``alert`` is the warning, if the kind is ``alert``.
+    """
 
     kind: Kind
     reading: Reading
     cause: Cause = "unknown"
     means: Means = Means()
     progress: Progress = Progress()
+    alert: Alert | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +176,9 @@ class Outcome:
         reading["ranks"] = tuple(Flags(**flags) for flags in reading["ranks"])
         means = Means(**_tupled(verdict["means"]))
         progress = Progress(**verdict.get("progress", {}))  # logs of older versions have none
-        verdict = Verdict(**{**verdict, "reading": Reading(**reading), "means": means, "progress": progress})
+        alert = None if verdict.get("alert") is None else Alert.from_dict(verdict["alert"])
+        read = {"reading": Reading(**reading), "means": means, "progress": progress, "alert": alert}
+        verdict = Verdict(**{**verdict, **read})
         told = data.get("diagnosis")
         diagnosis = None if told is None else Diagnosis.from_dict(told)
         action = Action(**_tupled(data["action"]))

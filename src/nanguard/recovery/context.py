@@ -58,6 +58,9 @@ class StepContext:
             log.warning("step %d: precision could not be raised", self.verdict.reading.step, exc_info=True)
             return None
 
+    def take_snapshot(self) -> str | None:
+        return self._rollbacks.hasten()
+
     def roll_back(
         self,
         steps: int = 1,
@@ -88,6 +91,9 @@ class StepContext:
 
     def _raise_precision(self, scope: Literal["module", "model"], verify: bool, retry_after: int | None) -> str | None:
         pending, step = self._pending, self.verdict.reading.step
+        if self.verdict.alert is not None:
+            name = self.verdict.alert.module if scope == "module" else ""
+            return self._mitigations.keep_before_it_overflows(name, self.verdict.alert, step, retry_after)
         known = () if self.diagnosis is None else self.diagnosis.modules_to_keep
         if not self._mitigations.can_raise_precision and not known:
             return "everything runs in fp32 already"

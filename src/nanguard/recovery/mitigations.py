@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from nanguard.records.alert import Alert
 from nanguard.step.parts import StepParts
 
 
@@ -47,7 +48,22 @@ class ActiveMitigations:
         self._begin_scale_anew()
         wait = self._patience(",".join(names), ease_after)
         self.active.append(Mitigation(kind="modules", since=step, ease_after=wait, modules=names))
-        return f"{' and '.join(names)} in fp32 from now on"
+        return f"{_named(names)} in fp32 from now on"
+
+    def keep_before_it_overflows(self, name: str, alert: Alert, step: int, ease_after: int | None) -> str | None:
+        """Raises the precision of the module of a warning, or of the smallest one around it for which that helps.
+
+        A kept module gives its results back in half precision if it was given such. So if its own result is what grows
+        (it has no modules in it, or it is kept already), the module around it is kept. None if there is none.
+        """
+        islands = self._parts.islands
+        if name and islands.is_leaf(name) and not alert.backward and alert.kind == "overflow":
+            name = name.rpartition(".")[0]
+        while name and (name in islands.names or not islands.can_keep(name)):
+            name = name.rpartition(".")[0]
+        if not name and self._parts.precision.dtype is not None:
+            return self.leave_autocast(step, ease_after)
+        return self.keep_modules((name,), step, ease_after) if islands.can_keep(name) else None
 
     def leave_autocast(self, step: int, ease_after: int | None) -> str:
         parts, cast = self._parts, self.cast()
@@ -81,7 +97,7 @@ class ActiveMitigations:
             return f"learning rate as scheduled again, {_rates(self._parts)}"
         if measure.kind == "modules":
             self._parts.islands.release(*measure.modules)
-            return f"{' and '.join(measure.modules)} in {self._parts.precision.name} again"
+            return f"{_named(measure.modules)} in {self._parts.precision.name} again"
         self._parts.precision.return_from_fp32()
         self._begin_scale_anew()
         return f"the model in {self._parts.precision.name} again"
@@ -120,6 +136,10 @@ class ActiveMitigations:
 
 def _is_due(measure: Mitigation, step: int, last_trouble: int) -> bool:
     return measure.ease_after is not None and step - max(measure.since, last_trouble) > measure.ease_after
+
+
+def _named(modules: tuple[str, ...]) -> str:
+    return " and ".join(name or "the model" for name in modules)
 
 
 def _rates(parts: StepParts) -> str:

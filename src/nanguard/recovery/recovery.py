@@ -20,8 +20,10 @@ from nanguard.diagnosis.scheduler import DiagnosisScheduler, How
 from nanguard.incidents.bundle import Bundles
 from nanguard.policy.divergence import Divergence, Trend
 from nanguard.policy.rungs import Halt, Rollback
+from nanguard.records.alert import Alert
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Cause, Means, Outcome, Reading, Verdict
+from nanguard.recovery.alerts import StandingAlerts
 from nanguard.recovery.casebook import Casebook
 from nanguard.recovery.context import StepContext
 from nanguard.recovery.mitigations import ActiveMitigations
@@ -48,6 +50,7 @@ class Recovery:
         self._state = parts.state
         self._rule = parts.policy.answers_divergence
         self.mitigations = ActiveMitigations(parts)
+        self.alerts = StandingAlerts(parts.policy)
         self._rollbacks = Rollbacks(parts, data, ring, self.mitigations)
         self._dry_run = DryRun(parts)
         self.examinations = DiagnosisScheduler(parts, self._dry_run, diagnose)
@@ -152,10 +155,12 @@ class Recovery:
             self.mitigations.cast()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.mitigations.state_dict()
+        return {**self.mitigations.state_dict(), "alerts": self.alerts.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mitigations.load_state_dict(state)
+        if "alerts" in state:  # older versions did not answer warnings
+            self.alerts.load_state_dict(state["alerts"])
 
     def fence(self) -> None:
         """Before anything is written that a snapshot may still be read from. Does not sync.
@@ -193,6 +198,7 @@ class Recovery:
         """The run is elsewhere now."""
         self._witness = self._last_good = None
         self._rollbacks.forget()
+        self.alerts.forget()
         if self.ring is not None:
             self.ring.forget()
 
@@ -213,6 +219,25 @@ class Recovery:
         settle()
         for what in self.mitigations.ease(step, self.last_trouble):
             self._parts.journal.ease(step, what)
+
+    def heed(self, step: int, settle: Callable[[], None]) -> bool:
+        """Puts warnings that are due to the policy, with nothing in flight. True if the run is at an earlier state now.
+
+        Warnings are the same on all ranks, and so is the answer.
+        """
+        if not self.alerts.are_due(step):
+            return False
+        settle()
+        last, went_back = self._parts.journal.last, False
+        if last is None:  # the run was just resumed, and no step has been heard of
+            return False
+        for alert in self.alerts.take_due(step):
+            answer = self._answer_alert(alert, step, last.verdict.reading)
+            if answer is not None:
+                self.alerts.history.append(answer)
+                self._parts.journal.answer(step, answer)
+                went_back = went_back or answer.went_back
+        return went_back
 
     def go_back(self, step: int, rung: Rollback) -> str:
         """Rolls back as the rung says, from ``step``; returns what that did, in words."""
@@ -235,6 +260,24 @@ class Recovery:
                 return answer
             attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
             action = policy.decide([*history, *attempts], verdict)
+
+    def _answer_alert(self, alert: Alert, step: int, reading: Reading) -> Outcome | None:
+        """None if no rung answers the warning."""
+        pending = PendingStep(step, reading.epoch, reading.batch, False, 1)
+        means, progress = self._means(pending), self._parts.journal.progress
+        if alert.form in ("fp16", "bf16"):  # whoever chose it: the guard, the program, or an autocast in a module
+            means = replace(means, lower_precision=not self._parts.is_captured)
+        reading = replace(reading, step=step)
+        verdict = Verdict(kind="alert", reading=reading, means=means, progress=progress, alert=alert)
+        attempts: list[Outcome] = []
+        while True:
+            action = self._parts.policy.decide([*self.alerts.history, *attempts], verdict)
+            if action.rung is None:
+                return None
+            answer = self._act(pending, verdict, action, None)
+            if answer is not None:
+                return replace(answer, applied=True)
+            attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))
 
     def _will_halt(self, verdict: Verdict) -> bool:
         """Whether the run seems to end here, for the first time: a program may go on after a halt."""

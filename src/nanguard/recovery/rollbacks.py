@@ -31,6 +31,13 @@ class Rollbacks:
     def forget(self) -> None:
         self._places.clear()
 
+    def hasten(self) -> str | None:
+        """Has a snapshot taken at the next point between two steps; None if none are taken."""
+        if self._ring is None or self._ring.is_over:
+            return None
+        self._ring.hasten()
+        return "a snapshot is taken before the next step"
+
     def go_back(self, step: int, rung: Rollback, *, count: int = 1, between: Between = None) -> str:
         """Rolls back as the rung says, ``step`` being the one at which trouble showed first; what it did, in words.
 

@@ -148,6 +148,14 @@ def alert_in_words(event: EventRecord) -> str:
     return printable(f"{where}{event.fields.get('message', '')}"[:1000])
 
 
+def answer_in_words(event: EventRecord) -> str:
+    """What was done about a warning."""
+    did, module = event.fields.get("did"), event.fields.get("module")
+    about = f" about {module}" if isinstance(module, str) and module else ""
+    told = f"{did}, " if isinstance(did, str) and did else ""
+    return printable(f"{told}because of the warning{about}"[:1000])
+
+
 def headroom_of(event: EventRecord) -> dict[str, float]:
     """The room of each module in bits, the least first; empty if the event does not hold it."""
     rooms = event.fields.get("rooms")
@@ -197,6 +205,7 @@ def as_dict(run: Run, now: float) -> dict[str, Any]:
             for incident in run.incidents
         ],
         "alerts": [{"step": e.step, "message": alert_in_words(e)} for e in run.events if e.event == "alert"],
+        "answers": [{"step": e.step, "message": answer_in_words(e)} for e in run.events if e.event == "answered"],
         "headroom": last_headroom(run),
         "troubles": list(run.troubles),
     }

@@ -214,6 +214,9 @@ def _happenings(run: Run, room: int) -> Iterator[Line]:
     alerts = [event for event in run.events if event.event == "alert"]
     told = [row for group in glance.alike(run) for row in _incident_rows(group)]
     told += [(e.time, e.step or 0, "alert", glance.alert_in_words(e), "yellow", 1) for e in alerts]
+    for event in (each for each in run.events if each.event == "answered"):
+        what, why = _word(event.fields.get("what")), glance.answer_in_words(event)
+        told.append((event.time, event.step or 0, what, why, "yellow", 1))
     told.sort(reverse=True)
     room -= 2
     shown = told if len(told) <= room else told[: max(0, room - 1)]
@@ -236,6 +239,10 @@ def _incident_rows(group: Sequence[IncidentRecord]) -> Iterator[tuple[float, int
             did = f"{did} {len(group):,} times since step {group[0].reading.step:,}"
         why, count = glance.why_in_words(incident), len(group) if folded else 1
         yield incident.time, incident.reading.step, did, why, "red", count
+
+
+def _word(told: object) -> str:
+    return printable(told[:80]) if isinstance(told, str) else "answered"
 
 
 def _short(value: float) -> str:

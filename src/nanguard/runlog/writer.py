@@ -3,7 +3,8 @@
 Every line has ``event`` and ``time``. ``run`` comes first (schema, versions, device, precision, policy); then come
 ``step`` (loss, norms, learning rates, loss scale), ``incident`` (what was found, the rung that was taken, what it did,
 why lower rungs were not taken), ``overflow`` (a routine fp16 back-off), ``drop`` (a dropped micro-batch or gradient),
-``eased`` (a mitigation that ended), ``roll_back`` (called by the user), and ``end``.
+``eased`` (a mitigation that ended), ``answered`` (what a rung did about a warning), ``roll_back`` (called by the user),
+and ``end``.
 JSON has no NaN or Inf, so these floats are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 

@@ -112,6 +112,8 @@ class StepEngine:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
             self.recovery.ease(self.parts.num_steps, self.mode.settle)
+            if self.recovery.heed(self.parts.num_steps, self.mode.settle):
+                self.mode.drop_in_flight()
             self._before_the_first_step()
         elif self.late is None or not self.late.is_settled:
             raise ProtocolError(

@@ -130,6 +130,23 @@ class Journal:
         if self._speaks:
             log.info("step %d: after a time without trouble, %s", step, what)
 
+    def answer(self, step: int, outcome: Outcome) -> None:
+        """A warning was answered before this step."""
+        alert, action = outcome.verdict.alert, outcome.action
+        assert alert is not None
+        if outcome.is_rollback:
+            self.counts["rolled_back"] += 1
+        self.note(
+            "answered",
+            step=step,
+            alert=alert.number,
+            module=alert.module,
+            response=action.response,
+            rung=action.rung,
+            what=action.words,
+            did=outcome.did,
+        )
+
     def _known_before(self) -> Incident | None:
         """The last incident of which a cause is known."""
         causes = (past.diagnosis is not None and past.diagnosis.cause != "unknown" for past in reversed(self.history))

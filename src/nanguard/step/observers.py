@@ -41,7 +41,7 @@ class Observer:
         """``guard.epoch`` begins an epoch."""
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Anything else worth noting: ``"run"`` (the run begins), ``"eased"``, ``"roll_back"``."""
+        """Anything else worth noting: ``"run"`` (the run begins), ``"eased"``, ``"roll_back"``, ``"answered"``."""
 
     def on_close(self, num_steps: int, counts: Mapping[str, int]) -> None:
         """The run ends."""

@@ -37,6 +37,9 @@ class PanelLogger(Observer):
             level = logging.INFO if alert.state == "withdrawn" else logging.WARNING
             where = f" {alert.module}:" if alert.module else ""
             log.log(level, "step %d:%s %s", alert.step, where, alert.message)
+        elif event == "answered":
+            about = f" about {fields['module']}" if fields["module"] else ""
+            log.warning("step %d: %s, because of the warning%s", fields["step"], fields["did"] or fields["what"], about)
 
     def on_incident(self, incident: Incident) -> None:
         outcome = incident.outcome

@@ -77,6 +77,9 @@ class Responder(Protocol):
     def ease(self, step: int, settle: Callable[[], None]) -> None:
         """Takes back mitigations that are due; calls ``settle`` first if there are any."""
 
+    def heed(self, step: int, settle: Callable[[], None]) -> bool:
+        """Answers warnings that are due; calls ``settle`` first if there are any. True if the run went back."""
+
     def give_memory_back(self) -> bool:
         """Frees memory that is only a convenience. True if there was any."""
 

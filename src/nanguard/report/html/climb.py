@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from nanguard.policy.rungs import BUILT_IN, DropBadGradients, Halt, LowerLR, RaisePrecision, Rollback, Rung, Skip
+from nanguard.policy.rungs import (
+    BUILT_IN,
+    DropBadGradients,
+    Halt,
+    LowerLR,
+    RaisePrecision,
+    Rollback,
+    Rung,
+    Skip,
+    answers_alerts,
+)
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.steps import span_in_words
 from nanguard.report.html.prose import counted
@@ -32,20 +42,36 @@ def ladder(story: Story) -> Markup | None:
             used.setdefault(action.rung, []).append(place)
         for below, why in enumerate(action.passed):
             passed.setdefault(below, Counter())[why.partition(": ")[2] or why] += 1
+    answers: dict[int, list[int]] = {}
+    for event in story.events:
+        rung, step = event.fields.get("rung"), event.step
+        if event.event == "answered" and type(rung) is int and step is not None:
+            answers.setdefault(rung, []).append(step)
     if not told or told[-1].get("rung") != "Halt":
         told = [*told, {"rung": "Halt"}]
     items = [
-        _rung(story, _built(rung), rung, used.get(place, []), passed.get(place, Counter()))
-        for place, rung in enumerate(told)
+        _rung(story, _built(each), each, used.get(place, []), passed.get(place, Counter()), answers.get(place, []))
+        for place, each in enumerate(told)
     ]
     return tag("ol", items, class_="ladder")
 
 
-def _rung(story: Story, rung: Rung | None, told: Mapping[str, Any], used: list[int], passed: Counter[str]) -> Markup:
+def _rung(
+    story: Story,
+    rung: Rung | None,
+    told: Mapping[str, Any],
+    used: list[int],
+    passed: Counter[str],
+    answers: list[int],
+) -> Markup:
+    """``answers`` are the steps before which the rung answered a warning."""
     name = str(told.get("words") or told.get("rung", "")) if rung is None else rung.describe()
     options = ", ".join(_told_options(told) if rung is None else _options(rung))
-    taken = f"taken {counted(len(used), 'time')}" if used else "not taken"
+    number = len(used) + len(answers)
+    taken = f"taken {counted(number, 'time')}" if number else "not taken"
     links = tag("p", "at ", _links(story, used), class_="steps") if used else None
+    steps = ", ".join(f"{step:,}" for step in answers[:_MOST_LINKS])
+    warned = tag("p", f"for a warning, before step {steps}", class_="steps") if answers else None
     reasons = [
         tag("li", f"{why} ", tag("span", counted(times, "time"), class_="quiet"))
         for why, times in passed.most_common(_MOST_REASONS)
@@ -56,8 +82,9 @@ def _rung(story: Story, rung: Rung | None, told: Mapping[str, Any], used: list[i
         tag("div", tag("strong", name[:1].upper() + name[1:]), tag("span", taken, class_="taken"), class_="name"),
         tag("p", options, class_="quiet") if options else None,
         links,
+        warned,
         why if reasons else None,
-        class_="rung used" if used else "rung",
+        class_="rung used" if number else "rung",
     )
 
 
@@ -66,6 +93,8 @@ def _options(rung: Rung) -> Iterator[str]:
         yield "training stops, and nothing is corrupted"
         return
     yield _budget(rung.times, rung.per)
+    if answers_alerts(rung):
+        yield "only for warnings"
     if isinstance(rung, Skip) and rung.when == "data":
         yield "only where the data are at fault"
     if isinstance(rung, DropBadGradients):
@@ -75,7 +104,7 @@ def _options(rung: Rung) -> Iterator[str]:
         if rung.recover_after is not None:
             yield f"back after {rung.recover_after:,} quiet steps"
     if isinstance(rung, RaisePrecision):
-        if rung.verify:
+        if rung.verify and not answers_alerts(rung):
             yield "tried on the failing step first"
         if rung.retry_after is not None:
             yield f"lower again after {rung.retry_after:,} quiet steps"

@@ -90,7 +90,8 @@ def kinds_of(record: IncidentRecord) -> list[Kind]:
 
 
 def kind_of_event(event: EventRecord) -> Kind:
-    return KINDS.get(event.event, KINDS["other"])
+    name = event.fields.get("response") if event.event == "answered" else event.event
+    return KINDS.get(name, KINDS["other"]) if isinstance(name, str) else KINDS["other"]
 
 
 def event_id(story: Story, place: int) -> str:

@@ -130,6 +130,10 @@ class SnapshotRing:
         if step >= self._next and self._candidate is None and self._is_calm():
             self.take(step)
 
+    def hasten(self) -> None:
+        """The next snapshot is due at once, unless one was just taken that is not known to be good yet."""
+        self._next = 0
+
     def take_first(self, step: int) -> None:
         """Before the first step, number ``step``: this state was looked at when the guard was made, and is good.
 
