@@ -20,7 +20,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +45,7 @@ _FROZEN_FOR = 50
 _BEST_OF = 50
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-Watcher = Callable[[nn.Module], Observer]
+Watcher = Callable[[nn.Module], Observer | Sequence[Observer]]
 """Makes what watches a run."""
 
 
@@ -67,6 +67,8 @@ class Watched:
     losses: list[float] = field(default_factory=list)
     event: int | None = None
     frozen_for: int = 0
+    weights: list[Tensor] = field(default_factory=list)
+    """At the end, if it was reached."""
 
 
 def load(path: Path) -> ModuleType:
@@ -86,18 +88,30 @@ def observe_policy() -> Policy:
 
 
 def train(
-    program: ModuleType, seed: int, watcher: Watcher | None, steps: int | None = None
+    program: ModuleType,
+    seed: int,
+    watcher: Watcher | None,
+    steps: int | None = None,
+    policy: Policy | None = None,
 ) -> Generator[TrainedStep, None, None]:
-    """Yields after each step. ``watcher`` None trains without nanguard."""
+    """Yields after each step. ``watcher`` None trains without nanguard; ``policy`` None only observes."""
     run = program.RUN
     torch.manual_seed(seed)
     model, optimizer, scheduler, batch_of, loss_fn = program.build(seed)
     scaler: Any = program.make_scaler() if run["loop"] == "scaler" else None
-    observers = [] if watcher is None else [watcher(model)]
+    made = [] if watcher is None else watcher(model)
+    observers = [made] if isinstance(made, Observer) else list(made)
     loop = None
     if watcher is not None:
-        policy = observe_policy()
-        loop = HostedLoop(model, optimizer, policy=policy, observers=observers, diagnose="off", capture="none")
+        loop = HostedLoop(
+            model,
+            optimizer,
+            schedulers=scheduler,
+            policy=policy or observe_policy(),
+            observers=observers,
+            diagnose="off",
+            capture="none",
+        )
     try:
         dtype = _DTYPES.get(run["precision"])
         for step in range(run["steps"] if steps is None else min(steps, run["steps"])):
@@ -133,9 +147,9 @@ def train(
             loop.close()
 
 
-def watch(program: ModuleType, seed: int, watcher: Watcher) -> Watched:
+def watch(program: ModuleType, seed: int, watcher: Watcher, policy: Policy | None = None) -> Watched:
     """Runs one program to its first failure, or to its end."""
-    with contextlib.closing(train(program, seed, watcher)) as steps:
+    with contextlib.closing(train(program, seed, watcher, policy=policy)) as steps:
         return _watch(steps)
 
 
@@ -154,6 +168,7 @@ def _watch(steps: Iterator[TrainedStep]) -> Watched:
         if not math.isfinite(made.loss) or bad_weight or bad_gradient or is_stuck:
             seen.event = step
             return seen
+    seen.weights = before
     seen.event = diverged_at(seen.losses)
     return seen
 

@@ -18,6 +18,7 @@ from nanguard.incidents.bundle import Bundles
 from nanguard.monitor.observer import Monitor
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Rung
+from nanguard.records.alert import Alert
 from nanguard.recovery.recovery import Recovery
 from nanguard.run_folder import RunFolder, as_seen
 from nanguard.runlog.observer import RunLogObserver
@@ -87,9 +88,14 @@ def make_engine(
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
     for observer in parts.journal.observers:
         if isinstance(observer, Monitor):
-            observer.bind(parts.state.model, parts.journal.note, recovery.alerts.hear)
+            heard = recovery.alerts.hear if parts.ranks.size == 1 else _only_shown  # each rank has its own warnings
+            observer.bind(parts.state.model, parts.journal.note, heard)
     engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
     return engine, recovery
+
+
+def _only_shown(alert: Alert) -> None:
+    """Nothing is done about the warning."""
 
 
 def _bundles(capture: Any, run_dir: str | Path | RunFolder | None, parts: StepParts) -> Bundles | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -77,6 +77,7 @@ class Monitor(Observer):
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
         self._pending: list[_Pending] = []
         self._samples: dict[Quantity, tuple[float, float]] = {}
+        self._left: dict[Quantity, str] = {}
         self._readback: AsyncReadback | None = None
         self._num_probes = 0
         self._next = 0
@@ -156,6 +157,7 @@ class Monitor(Observer):
             self._works = False
             log.warning("steps cannot be probed any more: %s", probe.failure)
             return
+        self._left = probe.left
         with torch.no_grad():
             self._measure_gradients(probe)
             self._post(step, probe.quantities, [values[0], *probe.values], is_last=not self._before)
@@ -226,13 +228,21 @@ class Monitor(Observer):
         if not pending.is_last:
             return
         samples, self._samples = self._samples, {}
-        for alert in self._warner.look(pending.step, samples):
+        for told in self._warner.look(pending.step, samples):
+            alert = replace(told, inside=self._holds(told))
             self.alerts.append(alert)
             self._note("alert", **alert.as_dict(), message=alert.message)
             self._alerted(alert)
         if self._num_probes % _stride(self._num_probes) == 0:
             rooms = list(self.headroom().items())[:_MODULES_TOLD]
             self._note("headroom", step=pending.step, rooms={name: round(room, 2) for name, room in rooms})
+
+    def _holds(self, alert: Alert) -> str:
+        """The smallest module that the value of a warning does not leave, by the last probe."""
+        for quantity, left in self._left.items():
+            if (quantity.module, quantity.op, quantity.form) == (alert.module, alert.op, alert.form):
+                return left.rpartition(".")[0]
+        return alert.module
 
     # ---- to be saved ---------------------------------------------------------------------------------------------
 

@@ -90,6 +90,9 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replaced: Any = None
         self._call: Any = None
         self._is_on = False
+        self._made: dict[int, Quantity] = {}
+        self.left: dict[Quantity, str] = {}
+        """The outermost module that an output has left as a part of its result."""
         self.failure: Exception | None = None
         self.quantities: list[Measured] = []
         self.values: list[Tensor] = []
@@ -121,6 +124,7 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners.clear()
         self._floors.clear()
         self._nodes.clear()
+        self._made.clear()
 
     @contextlib.contextmanager
     def _inside(self, module: nn.Module) -> Iterator[None]:
@@ -138,6 +142,15 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             if self._stack:
                 self._stack.pop()
+
+    def _note_result(self, module: nn.Module, result: Any) -> None:
+        """What a module has returned."""
+        name = self._names.get(id(module))
+        if name is not None and self._is_on:
+            for tensor in _plain_tensors(result):
+                quantity = self._made.get(_compat.storage_key(tensor))
+                if quantity is not None:
+                    self.left[quantity] = name
 
     # ---- each op -------------------------------------------------------------------------------------------------
 
@@ -192,6 +205,8 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 quantity = Quantity(kind="overflow", module=module, op=op, form=form, backward=is_backward)
                 self.quantities.append((quantity, 2))
                 self.values.extend(torch.aminmax(output))
+                if not is_backward:
+                    self._made[_compat.storage_key(output)] = quantity
 
     def _measure_operand(self, op: str, module: str, args: Any, *, is_backward: bool) -> None:
         place = _OPERANDS.get(op)
@@ -231,7 +246,9 @@ def _listening(probe: weakref.ref[Probe], original: Callable[..., Any]) -> Calla
         if at_work is None:
             return original(module, *args, **kwargs)
         with at_work._inside(module):
-            return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
+        at_work._note_result(module, result)
+        return result
 
     call.probe = probe  # type: ignore[attr-defined]
     return call
@@ -286,8 +303,8 @@ def _is_plain(value: Any) -> bool:
 def _plain_tensors(tree: Any) -> Any:
     if _is_plain(tree):
         yield tree
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
+    elif isinstance(tree, (list, tuple, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
             yield from _plain_tensors(each)
 
 

@@ -25,7 +25,7 @@ class Alert:
     ``latest``. ``cause`` names a row of the table of causes and a page in ``docs/causes``; ``advice`` says what helps.
     ``kind`` is what the quantity is held against (``QuantityKind`` in ``monitor/quantities.py``), ``form`` the format
     that its op runs in: fp16, bf16, fp32 or fp64; for gradients that vanish it is the coarsest one in use.
-    ``backward`` says that it is a gradient.
+    ``backward`` says that it is a gradient. ``inside`` is the smallest module that the value does not leave.
     """
 
     number: int
@@ -48,6 +48,7 @@ class Alert:
     kind: str = ""
     form: str = ""
     backward: bool = False
+    inside: str | None = None
 
     @property
     def steps_left(self) -> int:

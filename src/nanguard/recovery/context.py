@@ -92,8 +92,10 @@ class StepContext:
     def _raise_precision(self, scope: Literal["module", "model"], verify: bool, retry_after: int | None) -> str | None:
         pending, step = self._pending, self.verdict.reading.step
         if self.verdict.alert is not None:
-            name = self.verdict.alert.module if scope == "module" else ""
-            return self._mitigations.keep_before_it_overflows(name, self.verdict.alert, step, retry_after)
+            # A kept module gives its results back in half precision: if they are what grows, that does not help.
+            inside = self.verdict.alert.inside
+            inside = self.verdict.alert.module if inside is None else inside
+            return self._mitigations.keep_around(inside if scope == "module" else "", step, retry_after)
         known = () if self.diagnosis is None else self.diagnosis.modules_to_keep
         if not self._mitigations.can_raise_precision and not known:
             return "everything runs in fp32 already"

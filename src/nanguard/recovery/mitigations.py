@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanguard.records.alert import Alert
 from nanguard.step.parts import StepParts
 
 
@@ -50,20 +49,15 @@ class ActiveMitigations:
         self.active.append(Mitigation(kind="modules", since=step, ease_after=wait, modules=names))
         return f"{_named(names)} in fp32 from now on"
 
-    def keep_before_it_overflows(self, name: str, alert: Alert, step: int, ease_after: int | None) -> str | None:
-        """Raises the precision of the module of a warning, or of the smallest one around it for which that helps.
-
-        A kept module gives its results back in half precision if it was given such. So if its own result is what grows
-        (it has no modules in it, or it is kept already), the module around it is kept. None if there is none.
-        """
+    def keep_around(self, name: str, step: int, ease_after: int | None) -> str | None:
+        """Keeps this module in fp32, or the smallest one around it that can be and is not yet; None if none can."""
         islands = self._parts.islands
-        if name and islands.is_leaf(name) and not alert.backward and alert.kind == "overflow":
-            name = name.rpartition(".")[0]
         while name and (name in islands.names or not islands.can_keep(name)):
             name = name.rpartition(".")[0]
         if not name and self._parts.precision.dtype is not None:
             return self.leave_autocast(step, ease_after)
-        return self.keep_modules((name,), step, ease_after) if islands.can_keep(name) else None
+        is_possible = name not in islands.names and islands.can_keep(name)
+        return self.keep_modules((name,), step, ease_after) if is_possible else None
 
     def leave_autocast(self, step: int, ease_after: int | None) -> str:
         parts, cast = self._parts, self.cast()

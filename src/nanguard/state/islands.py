@@ -69,10 +69,6 @@ class Islands:
         """Whether there is a module of this name that is called: a list of modules or parameters is not."""
         return name in self._modules and type(self._modules[name]).forward is not nn.Module.forward
 
-    def is_leaf(self, name: str) -> bool:
-        """Whether there are no modules inside of this one."""
-        return not any(other.startswith(f"{name}.") for other in self._modules)
-
     def release(self, *patterns: str | nn.Module) -> tuple[str, ...]:
         """Lets kept modules run as before, all of them without a pattern, and returns the names of these."""
         matched = self._matched(patterns) if patterns else set(self._islands)
