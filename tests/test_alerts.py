@@ -246,6 +246,26 @@ def test_a_rung_of_ones_own_answers_warnings_and_nothing_else(tmp_path: Path, sy
     assert guard.incidents[0].outcome.action.passed == ("freeze: it answers warnings only",)
 
 
+def test_a_resumed_run_warns_and_acts_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    ladder = [LowerLR(0.5, when="alert", times=1), *WORKS]
+    whole = Trained(ladder, run_dir=tmp_path / "whole")
+    half = Trained(ladder, steps=99)
+    saved = json.loads(json.dumps(half.guard.state_dict()))
+    rest = Trained(ladder, steps=0, run_dir=tmp_path / "rest")
+    rest.model.load_state_dict(half.model.state_dict())
+    rest.optimizer.load_state_dict(half.optimizer.state_dict())
+    rest.guard.load_state_dict(saved)
+    for batch in make_batches(STEPS)[99:]:
+        grow(rest.model)
+        rest.guard.step(loss_fn, batch)
+    rest.guard.close()
+    assert differences(rest.state, whole.state) == []
+    assert rest.monitor.alerts == whole.monitor.alerts
+    answered = [{**each, "time": 0} for folder in ("whole", "rest") for each in answers(tmp_path / folder)]
+    assert len(answered) == 2
+    assert answered[0] == answered[1]
+
+
 # ---- when the policy is asked ----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -362,16 +361,14 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._engine.end(error)
         if error is None:
             self.close()
         self._parts.journal.sum_up()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, loss scale, learned limits, active mitigations and history, in plain numbers. Settles first."""
+        """Counts, loss scale, learned limits, mitigations, history, the past of a ``Monitor``; plain. Settles first."""
         self.settle()
         parts = self._parts
         return {
@@ -379,6 +376,7 @@ class Guard:
             **self._engine.facts(),
             "scaler": None if parts.precision.scaler is None else parts.precision.scaler.state_dict(),
             "clipper": parts.clipper.state_dict(),
+            "observers": parts.journal.observers.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -398,3 +396,4 @@ class Guard:
         if parts.precision.scaler is not None:
             parts.precision.scaler.load_state_dict(state["scaler"])
         parts.clipper.load_state_dict(state["clipper"])
+        parts.journal.observers.load_state_dict(state.get("observers", ()))  # older versions saved none

@@ -46,6 +46,13 @@ class Observer:
     def on_close(self, num_steps: int, counts: Mapping[str, int]) -> None:
         """The run ends."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What ``Guard.state_dict`` is to save of this observer, as JSON can hold it; empty: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what ``state_dict`` of an observer of this class has returned."""
+
 
 class Observers:
     """Calls a list of observers at each point. One that raises is dropped."""
@@ -70,6 +77,20 @@ class Observers:
     def wants_measurement(self) -> bool:
         """Whether any of them wants to be called with the measurement of the open step."""
         return any(getattr(each, "wants_measurement", True) for each in self._measuring)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of each observer that has one, in order."""
+        states = [(type(each).__name__, each.state_dict()) for each in self._observers if isinstance(each, Observer)]
+        return [{"observer": name, "state": state} for name, state in states if state]
+
+    def load_state_dict(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Each state goes to the first observer of the same class that has not got one yet."""
+        waiting = [each for each in self._observers if isinstance(each, Observer)]
+        for each in saved:
+            found = next((one for one in waiting if type(one).__name__ == each["observer"]), None)
+            if found is not None:
+                waiting.remove(found)
+                found.load_state_dict(each["state"])
 
     def _sort(self) -> None:
         self._measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
