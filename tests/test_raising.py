@@ -45,6 +45,12 @@ optimizer = torch.optim.Adam(model.parameters())
 def loss_of(i, out):
     if how == "BCELoss":
         return nn.BCELoss()(torch.sigmoid(out), torch.ones_like(out))
+    if how == "bad target":
+        target = torch.ones_like(out)
+        if i == 5:
+            target = torch.from_numpy(target.numpy().copy())
+            target[3, 0] = float("nan")
+        return nn.BCELoss()(torch.sigmoid(out), target)
     if how == "multinomial":
         torch.multinomial(torch.softmax(out.flatten(), 0), 1)
     if how == "in the loss":
@@ -70,7 +76,7 @@ def train(i, x):
 
 for i in range(9):
     x = torch.randn(16, 4)
-    if i == 5 and how != "in the loss":
+    if i == 5 and how not in ("in the loss", "bad target"):
         x[3, 2] = float("nan")
     if how == "caught":
         try:
@@ -83,6 +89,7 @@ for i in range(9):
 
 ERRORS: dict[str, tuple[type[BaseException], str]] = {
     "BCELoss": (RuntimeError, "all elements of input should be between 0 and 1"),
+    "bad target": (RuntimeError, "all elements of target should be between 0 and 1"),
     "multinomial": (RuntimeError, "probability tensor contains"),
     "anomaly": (RuntimeError, "Function 'PowBackward0' returned nan values"),
     "clip": (RuntimeError, "The total norm of order 2.0"),
@@ -113,6 +120,9 @@ def test_an_error_that_ends_the_program_is_explained(how: str, tmp_path: Path, m
     assert diagnosis.cause == ("log_of_negative" if how == "in the loss" else "input_nonfinite"), diagnosis
     assert ("the program ended" if how == "exit" else f"the program raised {kind.__name__}") in incident.outcome.did
     assert (tmp_path / "run" / "incidents" / "0001" / "incident.json").exists()
+    if how in ("bad target", "in the loss"):
+        assert (diagnosis.capture, diagnosis.is_line_traced) == ("tape", True)
+        assert incident.outcome.verdict.reading.found == (("input",) if how == "bad target" else ("loss",))
 
 
 def test_the_traceback_is_that_of_the_program_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
 from nanguard.autopilot.own_work import AtWork, Busy, Nesting
-from nanguard.autopilot.registry import Registry, hosted_step_of
+from nanguard.autopilot.registry import Registry, hosted_step_of, num_calls_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
@@ -30,7 +30,7 @@ from nanguard.hosted.optimizers import Once, Step
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import NotedSampler
-from nanguard.state.rng import RngState
+from nanguard.state.rng import RngState, states_now
 from nanguard.state.trees import tensors
 from nanguard.step.calls import Call, CallRecorder
 
@@ -98,6 +98,7 @@ class ProgramMonitor:
             return
         with self._at_work("the indices of a batch could not be noted"):
             self._coordinator.note_fetched(noted.fetched(batch, self._num_forwards))
+        self.begin_taping()
 
     def before_forward(self, root: int) -> None:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
@@ -118,7 +119,10 @@ class ProgramMonitor:
                 else:
                     hosted.before_evaluation()
         if is_training:
-            self._begin_taping()
+            self.begin_taping()
+            self.taper.before_call()
+        elif not self._iteration.has_begun:
+            self.taper.before_evaluation()
 
     def _attach(self, hosted: HostedStep | None) -> None:
         """Listens to the modules that a new hosted step trains."""
@@ -156,12 +160,10 @@ class ProgramMonitor:
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
         self.guard_new_optimizers()
-        hosted = hosted_step_of(optimizer)
-        if hosted is None:
-            return 0
-        with self._busy:
-            hosted.use_scaler(scaler)
-        return hosted.num_calls
+        if (hosted := hosted_step_of(optimizer)) is not None:
+            with self._busy:
+                hosted.use_scaler(scaler)
+        return num_calls_of(optimizer)
 
     def _examine_trace(self, loss: Tensor) -> None:
         """While the gradients are there."""
@@ -201,7 +203,7 @@ class ProgramMonitor:
                 self._step_manually(self._manual)
             refused = self._iteration.refused
         if self._coordinator.next_tape is not None:
-            self._begin_taping()  # not while we are at work
+            self.begin_taping()  # not while we are at work
         return tuple(torch.zeros_like(grad) for grad in grads) if refused else grads
 
     def step(
@@ -219,6 +221,7 @@ class ProgramMonitor:
         that is refused returns ``otherwise``.
         """
         self.taper.stop()
+        self.taper.note_gradients(optimizer)
         self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
@@ -268,12 +271,7 @@ class ProgramMonitor:
 
     def taped(self, closure: Closure) -> Closure:
         """The closure, with a tape of what it does."""
-        return functools.partial(call_after, self._begin_taping, closure)
-
-    def num_calls(self, optimizer: Optimizer) -> int:
-        """How often its ``step()`` was called."""
-        hosted = hosted_step_of(optimizer)
-        return 0 if hosted is None else hosted.num_calls
+        return functools.partial(call_after, self.begin_taping, closure)
 
     def _step(self, hosted: HostedStep, call: Step | None) -> Any:
         if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
@@ -346,17 +344,19 @@ class ProgramMonitor:
         return self._iteration.calls
 
     def _random_states(self) -> RngState | None:
-        hosted_steps = self.hosted_steps
-        return hosted_steps[0].random_states() if hosted_steps else None
+        hosted = self.hosted_steps  # while a graph is captured they cannot be read
+        return None if _compat.is_capturing() else hosted[0].random_states() if hosted else states_now()
 
-    def _begin_taping(self) -> None:
-        if not self.is_idle and not self.is_nested and self._tracer.live is None:
+    def begin_taping(self) -> None:
+        """The forward pass of a step comes next, if the program has an optimizer."""
+        has_optimizer = self.hosted_steps or self.registry.has_new_optimizers
+        if has_optimizer and not self.is_idle and not self.is_nested and self._tracer.live is None:
             self.taper.follow(self._coordinator, is_alone=len(self.hosted_steps) == 1)
 
     def _after_step(self) -> None:
         self._tracer.start(self.hosted_steps)
         if self.taper.end_step(self._coordinator, is_alone=len(self.hosted_steps) == 1):
-            self._begin_taping()
+            self.begin_taping()
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class ProgramMonitor:
         if not self.is_idle and self.children.is_parent:
             self._tracer.stop()
             with self._at_work("the last pass could not be examined"), _compat_modes.unwatched():
-                self._coordinator.end(error)
+                self._coordinator.end(error, self.taper)
 
     def close(self) -> None:
         """Processes what is under way and ends the run log. Afterwards the program is not guarded."""

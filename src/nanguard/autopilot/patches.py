@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from nanguard import _compat
 from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.monitor import ProgramMonitor
+from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
 from nanguard.state.batch_indices import NotedSampler, begin_noted
@@ -41,6 +42,8 @@ class Patches:
         self._replace(Tensor, "backward", self._tensor_backward)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
+        self._replace(Optimizer, "zero_grad", self._zero_grad)
+        self._replace(nn.Module, "zero_grad", self._zero_grad)
         self._replace(BaseProcess, "start", self._start)
         for owner, name in _compat.recorders():
             self._replace(owner, name, self._aside)
@@ -161,6 +164,24 @@ class Patches:
 
         return grad
 
+    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        """It reads and sets ``grad`` of each parameter, which is a torch call each, and none is a row of the tape."""
+        monitor = self._monitor
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if _compat.is_recording():
+                original(*args, **kwargs)
+                return
+            was_taping = monitor.taper.pause()
+            try:
+                original(*args, **kwargs)
+            finally:
+                monitor.taper.go_on(was_taping)
+            if not monitor.hosted_steps:  # the first step: in others a batch, or the end of the one before, tells
+                monitor.begin_taping()
+
+        return zero_grad
+
     def _start(self, original: Callable[..., None]) -> Callable[..., None]:
         children = self._monitor.children
 
@@ -193,12 +214,15 @@ class Patches:
         def fetch(iterator: Any) -> Any:
             sampler = _compat.index_sampler(iterator)
             noted = sampler if isinstance(sampler, NotedSampler) and sampler.tells else None
+            was_taping = monitor.taper.pause()  # what a dataset does to its records is no part of the step
             try:
                 batch = original(iterator)
             except Exception as error:
                 if noted is not None and not isinstance(error, StopIteration):
                     noted.next()  # a record that could not be read: the next batch is another
                 raise
+            finally:
+                monitor.taper.go_on(was_taping)
             if noted is not None:
                 monitor.fetched(noted, batch)
             return batch
@@ -261,7 +285,7 @@ class Patches:
                 return original(scaler, optimizer, *args, **kwargs)
             before = monitor.before_scaler_step(optimizer, scaler)
             result = original(scaler, optimizer, *args, **kwargs)
-            if monitor.num_calls(optimizer) == before:  # it has found an overflow and skipped the step
+            if num_calls_of(optimizer) == before:  # it has found an overflow and skipped the step
                 monitor.step(optimizer, None)
             return result
 

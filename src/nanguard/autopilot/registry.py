@@ -278,5 +278,11 @@ def hosted_step_of(optimizer: Optimizer) -> HostedStep | None:
     return hosted
 
 
+def num_calls_of(optimizer: Optimizer) -> int:
+    """How often its ``step()`` was called."""
+    hosted = hosted_step_of(optimizer)
+    return 0 if hosted is None else hosted.num_calls
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""The tape of a program: from the first call of a module in a step, or from the end of the step before, to backward."""
+"""The tape of a program: from the batch of a step, or from the end of the step before, to its last backward pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.state.rng import RngState
-from nanguard.step.tape import CallTape
+from nanguard.step.tape import CallTape, Made
 from nanguard.step.tape_recorder import TapeRecorder
 
 
@@ -23,7 +24,28 @@ class ProgramTape(TapeRecorder):
     def follow(self, coordinator: StepCoordinator, *, is_alone: bool) -> None:
         """Writes to the tape of the current iteration, or of the next one if that has begun already."""
         if self._is_wanted:
-            self.begin(coordinator.next_tape or coordinator.iteration.tape, keeps_older=not is_alone)
+            self.begin(coordinator.tape_to_write(), keeps_older=not is_alone)
+
+    def before_call(self) -> None:
+        """The model is about to be called to train. What cannot be made again of what came before counts as data."""
+        tape = self.tape
+        if tape is None or tape.is_settled:
+            return
+        tape.is_settled = True
+        gone = tape.unrepeatable() if tape.rows else ()
+        if gone:
+            for number in gone:
+                del tape.rows[number]
+            self._marks = {key: mark for key, mark in self._marks.items() if mark[1].number not in gone}
+
+    def before_evaluation(self) -> None:
+        """The model is about to be called without gradients: what came before was for this, and is not held."""
+        tape = self.tape
+        if tape is None or tape.is_settled or tape.losses:
+            return
+        self.stop()
+        tape.rows.clear()
+        self._marks, self._outside = {}, {}
 
     def note_backward(self, tensors: Any, gradients: Any = None, trained: Sequence[Tensor] = ()) -> None:
         """A backward pass begins at these tensors, with these gradients."""
@@ -31,15 +53,23 @@ class ProgramTape(TapeRecorder):
         given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
         self.note_losses(roots, given if len(given) == len(roots) else (), trained)
 
-    def end_step(self, coordinator: StepCoordinator, *, is_alone: bool) -> bool:
-        """After a step. True if the tape goes on at once: the program has called no module in it.
+    def note_gradients(self, optimizer: Optimizer) -> None:
+        """A step without a backward pass: the program has computed the gradients itself, maybe by ``autograd.grad``."""
+        if self.tape is None or self.tape.losses:
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if params and all(isinstance(self._token(p.grad), Made) for p in params):
+            self.note_losses(params, [p.grad for p in params])
 
-        Otherwise it goes on with the first call of a module. What comes before, such as loading data, costs nothing.
+    def end_step(self, coordinator: StepCoordinator, *, is_alone: bool) -> bool:
+        """After a step. True if the tape goes on at once: no loader gave a batch for it, or no module was called.
+
+        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing.
         """
         if is_alone:
             self.forget()
             coordinator.iteration.tape = CallTape()  # it holds a batch
-        if coordinator.iteration.noted:
+        if coordinator.iteration.noted and coordinator.iteration.fetched:
             return False
         coordinator.next_tape = CallTape()
         return True

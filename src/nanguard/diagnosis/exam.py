@@ -14,19 +14,20 @@ from torch import Tensor
 from nanguard.diagnosis.look import can_look
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.numerics.norm import tensor_norms
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
-from nanguard.state.batch_indices import indices_of
-from nanguard.state.batches import num_samples
+from nanguard.state.batch_indices import indices_of, num_samples_of
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
 OlderWeights = Callable[[], AbstractContextManager[bool]]
 
 _MOST_STRETCHES, _STRETCHES_BEHIND = 64, 2
+_LAYERS = frozenset(("addmm", "mm", "mv", "convolution"))
 _DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "stack"))
 
 
@@ -77,7 +78,8 @@ class Exam:
 
     def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
         """The bad indices of the first dimension; empty if that is not the batch dimension."""
-        num, shape = num_samples(self.batch()), event.note.shape
+        num, shape = num_samples_of(self.batch(), self.pending.fetched), event.note.shape
+        num = None if is_one_sample(self.run.trace) else num
         return event.evidence.samples if num is not None and shape and shape[0] == num else ()
 
     def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -121,6 +123,15 @@ class Exam:
             for name, note in largest.items()
         ]
         return tuple(stretches[-_MOST_STRETCHES:])
+
+
+def is_one_sample(trace: Trace) -> bool:
+    """True if bad data are one sample without a batch dimension: torch adds one of size 1 for a layer."""
+    uses = [(event, parent) for event in trace.events for parent in event.parents if parent.kind == "outside"]
+    return any(
+        use.note.op in _LAYERS and (use.note.op == "mv" or use.note.shape[:1] == (1,)) and parent.note.shape[:1] > (1,)
+        for use, parent in uses
+    )
 
 
 def link_of(event: TraceEvent) -> Link:

@@ -13,7 +13,7 @@ from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, ignored_label
 from nanguard.records.diagnosis import Diagnosis, Phase
 from nanguard.source.frames import is_users_file, source_of
-from nanguard.state.batches import num_samples
+from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.trees import is_float, named_tensors
 
 _LARGEST_FP16 = 65504.0
@@ -61,7 +61,7 @@ def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
 def _unlabelled(exam: Exam, ignored: float | None) -> tuple[int, ...]:
     """The samples of which no label counts: of a shifted row of labels, the first does not count either."""
     batch = exam.batch()
-    num = num_samples(batch)
+    num = num_samples_of(batch, exam.pending.fetched)
     if ignored is None:
         return ()
     labels = [t for _, t in named_tensors(batch) if t.ndim and t.shape[0] == num and not is_float(t)]

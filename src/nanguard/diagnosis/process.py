@@ -90,14 +90,15 @@ def _of_learning_rate(exam: Exam, diagnosis: Diagnosis, name: str, then: float, 
     optimizer = exam.parts.state.optimizer_of(name)
     rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
     norms = [max(reading.norms) for reading in exam.past.readings if reading.norms]
-    if not rate or (rate < 1 and norms and norms[0] > _LARGEST_NORM):  # 0: the program updates its tensors itself
+    if rate < 1 and norms and norms[0] > _LARGEST_NORM:
         return diagnosis
     num = exam.past.num_applied
     because = f"{name} grew from {then:.3g} to {now:.3g} in {num} step{'s' * (num > 1)}"
+    how = f"of {type(optimizer).__name__} with lr={rate:g}" if rate else "by the program's own update"
     return replace(
         diagnosis,
         cause="learning_rate_too_high",
-        because=f"{because} of {type(optimizer).__name__} with lr={rate:g}",
+        because=f"{because} {how}",
         samples=(),
         evidence=(*diagnosis.evidence, diagnosis.because),
     )

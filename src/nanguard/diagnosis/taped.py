@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from nanguard.step.tape import (
     name_of,
     results_of,
     tokens,
+    tokens_for_module,
 )
 
 _KEEPS_COUNT = frozenset(("batch_norm", "instance_norm"))
@@ -70,7 +71,7 @@ class TapedRun:
         gradients = [None if each is None else value_of(each) for each in self._loss.gradients]
         gradients += [None] * (len(losses) - len(gradients))
         parts = [
-            loss.reshape(()) if gradient is None else with_gradient(loss, gradient)
+            _as_loss(loss) if gradient is None else with_gradient(loss, gradient)
             for loss, gradient in zip(losses, gradients, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -102,6 +103,12 @@ class TapedRun:
         return (True, formats[0]) if formats and formats[0] is not None else (False, torch.bfloat16)
 
 
+def _as_loss(root: Tensor) -> Tensor:
+    """What a backward pass can begin at, also of a result at which the program has ended."""
+    total = root.sum() if root.numel() != 1 else root.reshape(())
+    return total if total.requires_grad else total.detach().requires_grad_()
+
+
 def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Microbatch], tuple[str, ...]]:
     """One for each backward pass that can be made again, and why others cannot be."""
     tape = pending.tape
@@ -113,6 +120,9 @@ def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Micro
         keys: dict[int, str] = {}
         run = TapedRun(tape, loss, keys, state)
         obstacle = _obstacle(run, tape, loss, trained)
+        if obstacle is not None and tape.has_calls:
+            run = TapedRun(tape.from_calls_on(), loss, keys, state)
+            obstacle = obstacle if _obstacle(run, tape, loss, trained) else None
         if obstacle is not None:
             obstacles.append(f"the torch calls of the step could not be made again: {obstacle}")
             continue
@@ -128,9 +138,10 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
     for row in filter(None, run.rows):
         given = [*row.args, *row.kwargs.values()]
-        names = argument_names(row.code, row.at, len(row.args))
+        is_method = row.function is not None and getattr(Tensor, row.name, None) is row.function
+        names = argument_names(row.code, row.at, len(row.args), is_method=is_method)
         for place, argument in enumerate(given):
-            inside = list(_tokens_in(row, argument))
+            inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
             for number, token in enumerate(inside):
                 if not isinstance(token, Outside) or id(token.tensor) in trained:
                     continue
@@ -146,7 +157,7 @@ def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int])
     for row in run.rows:
         if row is None:
             return "there were too many of them to keep"
-        for token in _tokens(row):
+        for token in row.tokens:
             where = f"{row.name}{_at(row)}"
             if isinstance(token, Unseen):
                 return f"{where} was given a tensor from code that torch does not tell of, or from an earlier step"
@@ -158,18 +169,6 @@ def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int])
 def _at(row: Row) -> str:
     place = row.place
     return "" if place is None else f" ({place[0].rpartition('/')[2]}:{place[1]})"
-
-
-def _tokens(row: Row) -> Iterable[Any]:
-    return _tokens_in(row, (row.args, row.kwargs))
-
-
-def _tokens_in(row: Row, tree: Any) -> Iterable[Any]:
-    if row.call is None:
-        return tokens(tree)
-    found: list[Any] = []
-    mapped(tree, found.append)
-    return [each for each in found if isinstance(each, (Made, Outside))]
 
 
 def _given_to_module(row: Row, value_of: Any) -> tuple[Any, Any]:

@@ -148,7 +148,11 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = [args[i] for i in plan.written if i < len(args)] + [kwargs.get(name) for name in plan.written_kwargs]
         written = list(tensors(written))
         before = self._before(written)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self._follow_raising(plan, site, node, args, kwargs)
+            raise
         try:
             self._follow(func, plan, site, node, args, kwargs, written, before, result)
         except Exception as error:  # tracing must not make the step fail
@@ -156,6 +160,16 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 log.debug("an op could not be followed: %s", plan.op, exc_info=True)
             self.failure = self.failure or error
         return result
+
+    def _follow_raising(self, plan: Plan, site: Site, node: Any, args: Any, kwargs: Any) -> None:
+        """An op that raises, maybe because of what it was given, is the last one that used it."""
+        inputs = list(_named_tensors(plan, args, kwargs))
+        sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
+        note = self._note(plan, site, node, args, kwargs, sources)
+        bad = self._bad_inputs(note, inputs, {})
+        if bad:
+            parents = tuple({id(event): event for _, events in bad for event in events}.values())
+            self.events.append(TraceEvent(note, "heir", any(event.has_nan for event in parents), parents))
 
     def _remember_node(self, plan: Plan, site: Site, node: Any) -> None:
         """The node of an op is made right before it runs; ``torch.func.grad`` makes one per level."""

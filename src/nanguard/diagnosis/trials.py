@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from nanguard.diagnosis.exam import is_one_sample
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
-from nanguard.state.batches import filled, num_samples
+from nanguard.state.batch_indices import num_samples_of
+from nanguard.state.batches import filled
 
 _OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
 """Causes that are not in the batch."""
@@ -38,7 +40,7 @@ class Trials:
         """The diagnosis with the experiments and, if one was found, the fix that works."""
         self._microbatch = run.microbatch
         diagnosis = self._precision(diagnosis, run)
-        diagnosis = self._samples(diagnosis)
+        diagnosis = replace(diagnosis, samples=()) if is_one_sample(run.trace) else self._samples(diagnosis)
         confirmed = diagnosis.cause.startswith("overflow") and any(
             trial.result == "finite" and "fp32" in trial.what for trial in self._done
         )
@@ -127,8 +129,9 @@ class Trials:
 
     def _samples(self, diagnosis: Diagnosis) -> Diagnosis:
         """Name the samples that make the failing micro-batch non-finite, if experiments with it alone show it."""
-        micros = self._replay.pending.microbatches
-        num = num_samples(micros[self._microbatch].batch) if micros else None
+        pending = self._replay.pending
+        batches = [micro.batch for micro in pending.microbatches]
+        num = num_samples_of(batches[self._microbatch], pending.fetched) if batches else None
         is_of_past = diagnosis.phase in ("parameter", "optimizer") or diagnosis.cause in _OF_EARLIER_STEPS
         if num is None or num < 2 or is_of_past:
             return with_shown_samples(diagnosis)

@@ -16,6 +16,7 @@ from nanguard.hosted.step import HostedStep
 from nanguard.source.frames import calling_line
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.tape import CallTape
+from nanguard.step.tape_recorder import TapeRecorder
 
 _FEW = 8
 _MOST_LOSSES = 256
@@ -41,6 +42,12 @@ class StepCoordinator:
             ahead = [batch for batch in self.iteration.fetched[-_FEW:] if batch.is_ahead]  # not used yet
             self.iteration = Iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
             self.next_tape, self._fetched_next = None, []
+
+    def tape_to_write(self) -> CallTape:
+        """Of the current iteration; of the next one if an optimizer has stepped."""
+        if self.iteration.stepped and self.next_tape is None:
+            self.next_tape = CallTape()
+        return self.next_tape or self.iteration.tape
 
     def note_fetched(self, batch: FetchedBatch) -> None:
         """A loader of the program gave a batch. After a step it is for the next one."""
@@ -115,11 +122,11 @@ class StepCoordinator:
         """What has happened since the last step is not part of the run any more."""
         self.iteration = Iteration()
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
         this, self.iteration = self.iteration, Iteration()
         if not this.stepped and this.noted:
-            this.noted[0].end(this, error)
+            this.noted[0].end(this, error, taper)
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""

@@ -13,6 +13,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
 from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.pending import PendingStep
+from nanguard.step.tape_recorder import TapeRecorder
 
 
 def last_loss(error: BaseException | None) -> tuple[Tensor, Place] | None:
@@ -28,7 +29,11 @@ def last_loss(error: BaseException | None) -> tuple[Tensor, Place] | None:
 
 
 def end_in_the_middle(
-    pending: PendingStep, this: Iteration, discarded: DiscardedPasses, error: BaseException | None
+    pending: PendingStep,
+    this: Iteration,
+    discarded: DiscardedPasses,
+    error: BaseException | None,
+    taper: TapeRecorder,
 ) -> None:
     """The program ends before the step of this iteration: it is examined if it is not finite. Syncs."""
     pending.live, pending.graph_finding = this.live, this.graph_finding
@@ -38,6 +43,9 @@ def end_in_the_middle(
     if seen is not None:
         losses.append(seen[0].detach().reshape(()))
         pending.graph_finding = examine_graph([seen[0]], seen[1])
+    if taper.tape is this.tape:
+        taper.note_end(None if seen is None else seen[0])
+    pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
     discarded.end(pending, list(this.calls), losses, error)
 
 

@@ -215,7 +215,7 @@ class HostedLoop:
         """
         self._check_open("discard")
         self._taper.stop()
-        self._coordinator.end(None)
+        self._coordinator.end(None, self._taper)
 
     @property
     def should_advance_schedule(self) -> bool:
@@ -259,7 +259,7 @@ class HostedLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._is_closed:
-            self._coordinator.end(error)
+            self._coordinator.end(error, self._taper)
         self.close()
 
     # ---- what happened -------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
+from nanguard.step.tape_recorder import TapeRecorder
 from nanguard.wiring import make_engine, make_journal
 
 log = logging.getLogger("nanguard")
@@ -213,11 +214,11 @@ class HostedStep(UncheckedSteps):
         if self.sync == "eager":  # else the host must not wait
             self._discarded.look_for(self._pending(), this.calls, is_part=is_part)
 
-    def end(self, this: Iteration, error: BaseException | None) -> None:
+    def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
         self.engine.settle()
         self.forbid_tracing()
-        end_in_the_middle(self._pending(), this, self._discarded, error)
+        end_in_the_middle(self._pending(), this, self._discarded, error, taper)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""

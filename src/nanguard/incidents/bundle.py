@@ -24,7 +24,8 @@ from nanguard.incidents.files import BundleDraft, tree_of_rng
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import RunFolder
-from nanguard.state.batches import num_samples, take
+from nanguard.state.batch_indices import FetchedBatch, num_samples_of
+from nanguard.state.batches import take
 from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.snapshots.files import sync
 from nanguard.state.trees import named_tensors
@@ -255,7 +256,8 @@ class Bundles:
             draft.leave_out("batch", "the guard did not see the data of the step: iterate over guard.epoch(loader)")
         else:
             draft.add("batch", {f"batch[{i}]": batch for i, batch in enumerate(batches)}, min(self._batch_limit, room))
-            self._add_samples(draft, diagnosis, batches, min(SAMPLES_LIMIT, room - draft.size))
+            fetched = [] if pending is None else pending.fetched
+            self._add_samples(draft, diagnosis, batches, fetched, min(SAMPLES_LIMIT, room - draft.size))
         states = [] if pending is None else [micro.rng for micro in pending.microbatches]
         if not states or any(state is None for state in states):
             draft.leave_out("rng", "the guard did not call the loss function itself")
@@ -267,14 +269,21 @@ class Bundles:
         else:
             draft.leave_out("weights", "they are saved only with capture='full'")
 
-    def _add_samples(self, draft: BundleDraft, diagnosis: Diagnosis | None, batches: list[Any], limit: int) -> None:
+    def _add_samples(
+        self,
+        draft: BundleDraft,
+        diagnosis: Diagnosis | None,
+        batches: list[Any],
+        fetched: Sequence[FetchedBatch],
+        limit: int,
+    ) -> None:
         """Adds the samples that caused the fault. They are small, so they are saved even if the batch is too large."""
         if diagnosis is None or not diagnosis.samples:
             return
         place = diagnosis.microbatch or 0
         batch = batches[place] if place < len(batches) else None
         try:
-            num = num_samples(batch) or 0
+            num = num_samples_of(batch, fetched) or 0
             samples = [i for i in diagnosis.samples if 0 <= i < num][:_MOST_SAMPLES]
             some = take(batch, samples, num) if samples else None
         except Exception as error:  # a batch may be of any class

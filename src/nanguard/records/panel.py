@@ -197,6 +197,7 @@ def what_happened(outcome: Outcome) -> str:
         "buffers": "a buffer is NaN or Inf",
         "update": "the update is NaN or Inf",
         "output": "the output of the model is NaN or Inf",
+        "input": "a torch call that raised was given NaN or Inf",
     }[reading.found[0]]
 
 
@@ -217,12 +218,7 @@ def noun(outcome: Outcome) -> str:
         return "diverged loss"
     if not reading.found:
         return "non-finite micro-batch" if reading.dropped_microbatches else "non-finite gradient"
-    return (
-        "non-finite "
-        + {"loss": "loss", "gradients": "gradient", "buffers": "buffer", "update": "update", "output": "output"}[
-            reading.found[0]
-        ]
-    )
+    return f"non-finite {reading.found[0].removesuffix('s') if reading.found[0] != 'loss' else 'loss'}"
 
 
 def _found(outcome: Outcome) -> str:
@@ -241,6 +237,8 @@ def _found(outcome: Outcome) -> str:
         parts.append("finite gradients, but what the optimizer made of them; taken back")
     if "output" in reading.found:
         parts.append("what the model returned")
+    if "input" in reading.found:
+        parts.append("what the torch call that raised was given")
     if "buffers" in reading.found:
         parts.append(f"buffers {joined(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"

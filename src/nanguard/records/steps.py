@@ -12,9 +12,10 @@ from typing import Any, Literal
 from nanguard.records.alert import Alert
 from nanguard.records.diagnosis import Diagnosis
 
-Found = Literal["loss", "gradients", "buffers", "update", "output"]
+Found = Literal["loss", "gradients", "buffers", "update", "output", "input"]
 """Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at; in an
-``output`` of the model, if there was no backward pass since the program threw it away."""
+``output`` of the model, if there was no backward pass since the program threw it away; in the ``input`` of a torch call
+that raised."""
 
 Kind = Literal["healthy", "overflow", "nonfinite", "damage", "divergence", "alert"]
 """What a step was.

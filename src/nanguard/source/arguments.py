@@ -10,19 +10,22 @@ from types import CodeType
 _LONGEST = 40
 
 
-def argument_names(code: CodeType | None, at: int, num: int) -> list[str]:
-    """The source text of the ``num`` arguments of the call at a position in code. Empty if it cannot be found."""
+def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool = False) -> list[str]:
+    """The source text of the ``num`` arguments of the call at a position in code. Empty if it cannot be found.
+
+    With ``is_method`` the first one is the object that has the method.
+    """
     text = "" if code is None else _expression(code, at)
     try:
         node = ast.parse(text.strip(), mode="eval").body if text else None
     except SyntaxError:
         return []
-    nodes = _arguments(node, num)
+    nodes = _arguments(node, num, is_method=is_method)
     names = [ast.unparse(each) for each in nodes]
     return names if len(names) == num and all(len(name) <= _LONGEST for name in names) else []
 
 
-def _arguments(node: ast.expr | None, num: int) -> list[ast.expr]:
+def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
@@ -32,7 +35,7 @@ def _arguments(node: ast.expr | None, num: int) -> list[ast.expr]:
     if not isinstance(node, ast.Call):
         return []
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    if len(given) < num and isinstance(node.func, ast.Attribute):
+    if (is_method or len(given) < num) and isinstance(node.func, ast.Attribute):
         given = [node.func.value, *given]
     return given[:num]
 

@@ -124,7 +124,13 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
         indices = tuple(map(operator.index, given if isinstance(given, (list, tuple, Tensor)) else [given]))
     except TypeError:  # keys of another kind
         return ()
-    return indices if len(indices) == num_samples(batch) else ()
+    return indices if len(indices) == num_samples_of(batch, fetched) else ()
+
+
+def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
+    """How many samples a batch holds. Tensors that a loader gave count alone: others may be tables of the program."""
+    given = [t for t in tensors(batch) if any(each.shares_memory({_compat.storage_key(t)}) for each in fetched)]
+    return num_samples(given or batch)
 
 
 def storages_of(batch: Any) -> tuple[Any, ...]:

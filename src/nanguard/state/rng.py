@@ -67,6 +67,12 @@ class RngReader:
             self._drawn_on_host = python != before.host[0] or drew_numpy
 
 
+def states_now() -> RngState:
+    """Of all generators, on the device that torch uses if it uses one. Does not sync."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return RngReader(torch.device("cuda" if is_used else "cpu")).now()
+
+
 def _cuda_generator(device: torch.device) -> torch.Generator:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index

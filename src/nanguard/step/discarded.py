@@ -20,6 +20,7 @@ from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.protocols import Responder
+from nanguard.step.tape import CallTape
 
 log = logging.getLogger("nanguard")
 
@@ -71,7 +72,7 @@ class DiscardedPasses:
         """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one."""
         if isinstance(error, KeyboardInterrupt) or not (calls or losses):
             return
-        found, loss = self._found(calls, losses, error)
+        found, loss = self._found(calls, losses, error, pending.tape)
         if found:
             self._parts.buffers.undo_()
             self._parts.last_forward.forget()
@@ -87,20 +88,23 @@ class DiscardedPasses:
         self._num_vain += len(self._parts.journal.history) == before
 
     def _found(
-        self, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
+        self, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None, tape: CallTape | None
     ) -> tuple[tuple[Found, ...], float]:
         values = [float(loss) for loss in losses]
         bad = next((value for value in values if not math.isfinite(value)), None)
         if bad is not None:
             return ("loss",), bad
         loss = values[-1] if values else math.nan
-        grads = [p.grad for group in self._parts.skippable.groups() for p in group if p.grad is not None]
+        groups = self._parts.skippable.groups() if losses else ()  # else they are those of a step that was refused
+        grads = [p.grad for group in groups for p in group if p.grad is not None]
         if nonfinite(grads, self._parts.state.device) or _OF_ANOMALY_MODE in str(error):
             return ("gradients",), loss
         counts = torch.isnan if error is None else _is_nonfinite
         outputs = [output for call in calls for output in call.outputs]
         if any(bool(counts(output).any()) for output in outputs) or self._was_given_bad(calls, error):
             return ("output",), loss
+        if error is not None and tape is not None and tape.raised is not None:
+            return ("input",), loss
         return (), loss
 
     def _was_given_bad(self, calls: list[Call], error: BaseException | None) -> bool:

@@ -8,7 +8,7 @@ batch, a parameter) is held, with its version. Calls of the model are rows too. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from nanguard import _compat
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
-from nanguard.state.trees import tensors
+from nanguard.state.trees import mapped, tensors
 from nanguard.step.calls import Call
 
 
@@ -98,11 +98,15 @@ class Row(NamedTuple):
         return place_of(self.code, self.at)
 
     @property
+    def tokens(self) -> list[Any]:
+        """What stands for tensors in its arguments."""
+        given = self.args, self.kwargs
+        return list(tokens(given)) if self.call is None else tokens_for_module(given)
+
+    @property
     def writes(self) -> bool:
         """Whether it changes its first argument, or another one, in place."""
-        name = name_of(self.function)
-        is_method = name.endswith("_") and not name.endswith("__")
-        return self.call is None and (is_method or name in ("__setitem__", "__set__") or "out" in self.kwargs)
+        return self.call is None and (is_write(name_of(self.function)) or "out" in self.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,9 @@ class CallTape:
 
     ``trained`` are the tensors that a program without an optimizer trains, if a row made them: such as
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
+    ``has_calls`` says that some rows are calls of modules, ``is_settled`` that the model was called to train: what
+    comes before is data that the program prepares. ``raised`` is the last call that raised and was given something
+    non-finite.
     """
 
     rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -127,6 +134,9 @@ class CallTape:
     losses: list[TapedLoss] = field(default_factory=list)
     older: CallTape | None = None
     was_cut: bool = False
+    has_calls: bool = False
+    is_settled: bool = False
+    raised: int | None = None
 
     def row(self, number: int) -> Row | None:
         """None if the row is no longer there: the tape was cut, since it had become too long."""
@@ -151,7 +161,7 @@ class CallTape:
                 if number not in found:
                     found.add(number)
                     if number in rows:
-                        todo += self._numbers(tokens((rows[number].args, rows[number].kwargs)))
+                        todo += self._numbers(rows[number].tokens)
             bases = {self._base(rows, number) for number in found}
             end = max(found)
             todo = [number for number, base in writes if base in bases and number < end and number not in found]
@@ -160,6 +170,34 @@ class CallTape:
     def _numbers(self, found: Iterable[Any]) -> list[int]:
         made = [token for token in found if isinstance(token, Made)]
         return [token.number for token in made if (token.number, token.place) not in self.trained]
+
+    def unrepeatable(self) -> set[int]:
+        """The numbers of the rows that cannot be made again, and of those that depend on them. Does not sync."""
+        gone: set[int] = set()
+        older = self.older.rows if self.older is not None else {}
+        for number, raw in self.rows.items():
+            row = Row(*raw)
+            if any(self._is_lost(token, gone, older) for token in row.tokens):
+                gone.add(number)
+                if row.writes and any(isinstance(token, Made) for token in row.tokens):
+                    return set(self.rows)  # views of what it wrote to may be anywhere
+        return gone
+
+    def _is_lost(self, token: Any, gone: set[int], older: dict[int, Any]) -> bool:
+        if isinstance(token, Made):
+            return token.number in gone or not (token.number in self.rows or token.number in older)
+        return isinstance(token, Unseen) or changed(token)
+
+    def from_calls_on(self) -> CallTape:
+        """The same tape, with the inputs of modules that need no gradient as data, not as something to make again."""
+        rows = dict(self.rows)
+        for number, raw in rows.items():
+            row = Row(*raw)
+            if row.call is not None:
+                held = tensors((row.call.args, dict(row.call.kwargs)))
+                args, kwargs = _as_data((row.args, row.kwargs), held)
+                rows[number] = row._replace(args=args, kwargs=kwargs)
+        return replace(self, rows=rows)
 
     def _base(self, rows: dict[int, Row], number: int) -> int:
         """The row whose memory the result of this row may share."""
@@ -183,6 +221,11 @@ def sets_data_of_trained(function: Any, tensor: Tensor) -> bool:
     return name_of(function) == "__set__" and of == "data" and tensor.is_leaf and tensor.requires_grad
 
 
+def is_write(name: str) -> bool:
+    """Whether a function of this name changes its first argument in place."""
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+
+
 def place_of(code: CodeType | None, at: int) -> Place | None:
     """The line of a position in code."""
     if code is None:
@@ -202,6 +245,25 @@ def tokens(tree: Any) -> Iterator[Any]:
         yield from tokens(list(tree.values()))
     elif type(tree) is slice:
         yield from tokens((tree.start, tree.stop, tree.step))
+
+
+def tokens_for_module(tree: Any) -> list[Any]:
+    """The same for the arguments of a module, which may be in any container."""
+    found: list[Any] = []
+    mapped(tree, found.append)
+    return [each for each in found if isinstance(each, (Made, Outside))]
+
+
+def _as_data(tree: Any, held: Iterator[Tensor]) -> Any:
+    """The arguments of a module, with the tensors that were ``held`` if they need no gradient."""
+
+    def data(leaf: Any) -> Any:
+        if not isinstance(leaf, (Made, Outside)):
+            return None
+        tensor = next(held)
+        return None if tensor.requires_grad else Outside(tensor, _compat.version(tensor))
+
+    return mapped(tree, data)
 
 
 def filled_in(tree: Any, value_of: Any) -> Any:

@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import is_users_file
 from nanguard.state.rng import RngState
-from nanguard.state.trees import PLAIN, mapped, tensors
+from nanguard.state.trees import PLAIN, is_float, mapped, tensors
 from nanguard.step.calls import Call
-from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, name_of, sets_data_of_trained, words
+from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, changed, sets_data_of_trained
 from nanguard.step.tape_functions import FunctionCalls
+from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
 
 _MOST_ROWS = 4096
 """A longer tape is cut: what is older cannot be run again."""
@@ -27,33 +28,10 @@ _MOST_ROWS = 4096
 _SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
-_NO_ROW, _ROW, _DRAWS, _MAKES, _BACKWARD, _WRITES = 0, 1, 2, 4, 8, 16
-"""Of a function: it is a row; it draws random numbers, makes tensors on the default device, or writes to one."""
-
+_requires_grad_ = Tensor.requires_grad_
 _NOTHING: dict[str, Any] = {}
 _NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
 _is_grad_enabled, _is_any_autocast_enabled = torch.is_grad_enabled, _compat_modes.is_any_autocast_enabled
-_PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
-"""Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
-
-_WITHOUT_ROW = words(
-    "tensor as_tensor asarray from_numpy frombuffer from_dlpack load item tolist numpy size dim numel stride "
-    "__len__ __bool__ __float__ __int__ __index__ __format__ __repr__ __hash__ __contains__ __deepcopy__ __reduce_ex__ "
-    "register_hook register_post_accumulate_grad_hook element_size is_floating_point is_complex data_ptr storage "
-    "untyped_storage storage_offset is_contiguous type ndimension nelement get_device device _set_grad_enabled "
-    "is_tensor is_storage result_type can_cast is_same_size is_shared share_memory_ record_stream equal "
-    "allclose"
-)
-"""Functions that give no tensor, or one with data from outside, or belong to another part of the step."""
-
-_DRAW = words(
-    "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
-    "normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_ dropout dropout_ dropout1d "
-    "dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout native_dropout rrelu "
-    "rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu "
-    "fractional_max_pool2d fractional_max_pool3d _standard_gamma _sample_dirichlet sample svd_lowrank pca_lowrank "
-    "trunc_normal_ kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_"
-)
 
 
 class TapeRecorder(TorchFunctionMode):
@@ -152,17 +130,18 @@ class TapeRecorder(TorchFunctionMode):
         """Called for every torch call. Written for speed: on a slow host a microsecond here is a percent of a step."""
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
+            kind = self._kinds[func] = kind_of(func)
         if not kind:
             return func(*args, **kwargs) if kwargs else func(*args)
         is_grad, rows = _is_grad_enabled(), self._rows
-        if kind == _BACKWARD or not (is_grad or rows):
+        if kind == BACKWARD or not (is_grad or rows):
             self._is_inside = True
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 self._is_inside = False
-        given, marks = [], self._marks
+        given: list[Any] = []
+        marks = self._marks
         for each in args:
             mark = marks.get(id(each))
             if mark is not None and mark[0]() is each:
@@ -170,18 +149,23 @@ class TapeRecorder(TorchFunctionMode):
             else:
                 given.append(each if type(each) in PLAIN else self._noted(each))
         named = self._noted(kwargs) if kwargs else _NOTHING
-        rng = self._note() if kind & _DRAWS else None
+        rng = self._note() if kind & DRAWS else None
         self._is_inside = True
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
+        except Exception:
+            self._note_raised((func, given, named, *self._position(sys._getframe(1)), is_grad, _NO_AUTOCAST, rng), args)
+            raise
         finally:
             self._is_inside = False
-        if type(result) is not Tensor or kind & _MAKES:
-            if kind & _MAKES and named.get("device") is None and isinstance(result, Tensor):
+        if kind & WRITES and given and type(given[0]) is Outside and changed(given[0]) and not args[0].requires_grad:
+            return result  # data that are being prepared: what they were before is gone
+        if type(result) is not Tensor or kind & MAKES:
+            if kind & MAKES and named.get("device") is None and isinstance(result, Tensor):
                 named = {**named, "device": result.device}
             self._add(func, given, named, rng, args, result, sys._getframe(1))
             return result
-        if kind & _WRITES and result.is_leaf and result.requires_grad:
+        if kind & WRITES and result.is_leaf and result.requires_grad and func is not _requires_grad_:
             marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
             return result
         frame = sys._getframe(1)
@@ -226,6 +210,7 @@ class TapeRecorder(TorchFunctionMode):
             raw = (None, args, kwargs, code, at, torch.is_grad_enabled(), call.autocast, call.rng, call)
             self._append(raw, list(tensors(output)))
             self._num_calls += 1
+            self.tape.has_calls = True
 
     def note_losses(
         self,
@@ -242,6 +227,35 @@ class TapeRecorder(TorchFunctionMode):
             roots = tuple(self._token(loss) for loss in losses)
             given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
+
+    def note_end(self, loss: Tensor | None) -> None:
+        """The program ends in the middle of a step: at this loss, in a call that raised, or with NaN in its hands.
+
+        Syncs.
+        """
+        tape = self.tape
+        if tape is not None and loss is not None:
+            self.note_losses([loss])
+        elif tape is not None and not tape.losses:
+            root = self._last_nan() if tape.raised is None else Made(tape.raised, 0)
+            if root is not None:
+                tape.losses.append(TapedLoss((root,), (), root.number))
+
+    def _last_nan(self) -> Made | None:
+        """The last result with NaN that the program still holds, or the functions that its error has passed."""
+        for held, made in sorted(self._marks.values(), key=lambda mark: -mark[1].number):
+            tensor = held()
+            if tensor is not None and is_float(tensor) and tensor.isnan().any():
+                return made
+        return None
+
+    def _note_raised(self, raw: tuple[Any, ...], args: Any) -> None:
+        """Syncs, so on a CPU only."""
+        if self.tape is None or any(tensor.device.type != "cpu" for tensor in tensors(args)):
+            return
+        if any(is_float(tensor) and not tensor.isfinite().all() for tensor in tensors(args)):
+            self.tape.raised = self._next
+            self._append(raw, [])
 
     def _noted(self, tree: Any) -> Any:
         """The arguments of a call, with tokens for tensors."""
@@ -381,17 +395,3 @@ class TapeRecorder(TorchFunctionMode):
         result = frame.f_locals.get("result")
         if callable(function) and result is not None:
             self._add(function, args, kwargs, rng, given, result, frame)
-
-
-def _kind_of(func: Any) -> int:
-    name = name_of(func)
-    if name in ("__get__", "__set__"):
-        prop = getattr(getattr(func, "__self__", None), "__name__", "")
-        return _ROW if prop in _PROPERTIES or (name == "__set__" and prop == "requires_grad") else _NO_ROW
-    if name in _WITHOUT_ROW:
-        return _NO_ROW
-    if name == "backward":
-        return _BACKWARD
-    makes = _MAKES if _compat_modes.takes_default_device(func) else 0
-    writes = _WRITES if name.endswith("_") and not name.endswith("__") and name != "requires_grad_" else 0
-    return _ROW | makes | writes | (_DRAWS if name in _DRAW else 0)

@@ -1,0 +1,235 @@
+"""The tape of a program under ``install``: where it begins, what it leaves out, and gradients made by hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanguard
+from helpers import NAN
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.step.tape_recorder import TapeRecorder
+
+BAD, STEPS = 3, 6
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert TapeRecorder._active is None
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def line(mark: str) -> int:
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
+
+
+def only(incidents: Any) -> Diagnosis:
+    (incident,) = incidents
+    assert incident.diagnosis is not None
+    found: Diagnosis = incident.diagnosis
+    return found
+
+
+def at(found: Diagnosis) -> int:
+    assert found.source is not None
+    assert found.source.file == __file__
+    return found.source.line
+
+
+def inputs(bad: int | None = None, rows: int = 48) -> Tensor:
+    x = torch.randn(rows, 6)
+    if bad is not None:
+        x[bad, 2] = NAN
+    return x
+
+
+# ---- where it begins -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_what_a_program_does_to_a_batch_before_the_model_is_on_the_tape(sync: Any) -> None:
+    """Also the sample is right, although most tensors of the step are tables with another number of rows."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = AdamW(model.parameters(), fused=True)
+        one, two, three = torch.rand(50, 1), torch.rand(50, 1), torch.rand(50, 1)
+        for (x,) in DataLoader(TensorDataset(inputs(bad=29)), batch_size=8):
+            t = torch.randint(0, 50, (len(x),))
+            noisy = one[t] * x + two[t] * torch.randn_like(x)  # noisy
+            optimizer.zero_grad()
+            (model(noisy).pow(2) * three[t]).mean().backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, found.op, at(found)) == ("tape", "input_nonfinite", "mul", line("noisy"))
+    assert (found.samples, found.dataset_indices) == ((5,), (29,))
+    assert "batch['x'] holds NaN at [5, 2]" in found.because
+
+
+def test_without_a_loader_it_begins_with_the_end_of_the_step_before() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(12, 2)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for x in [inputs(bad=1 if step == BAD else None, rows=4) for step in range(STEPS)]:
+            features = torch.cat([x, x.norm(2, 1, keepdim=True) * x], dim=1)  # features
+            optimizer.zero_grad()
+            model(features).sum().backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", line("features"))
+    assert "batch['x']" in found.because, "the argument of a method is the object, not what is in the brackets"
+
+
+class Parts(nn.Module):
+    """Cannot be called: the program calls its parts, or even their ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(6, 3), nn.Linear(6, 1)
+
+
+def test_a_fault_in_the_very_first_step_of_a_module_without_forward() -> None:
+    with nanguard.install() as autopilot:
+        model = Parts()
+        optimizer = Adam(model.parameters())
+        for step in range(2):
+            rewards = torch.tensor([1.0, NAN if step == 0 else 1.0, 0.0])
+            loss = model.actor(torch.randn(3, 6)).log_softmax(-1)[:, 0]
+            (loss * (rewards - rewards.mean()) + model.critic(torch.randn(3, 6))).sum().backward()  # rewards
+            optimizer.step()
+            optimizer.zero_grad()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, found.step, at(found)) == ("tape", "input_nonfinite", 0, line("rewards"))
+
+
+# ---- what cannot be made again counts as data ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_a_buffer_that_a_program_fills_again_and_again(sync: Any) -> None:
+    """What is no longer as it was cannot be used again: what was made of it is data."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = AdamW(model.parameters(), fused=True)
+        memory = torch.zeros(8, 6)
+        for step in range(STEPS):
+            memory[step] = inputs(bad=0 if step == BAD else None, rows=1)[0]
+            x = memory[torch.arange(step, step + 1)] * 2  # out of memory
+            loss = (model(x).pow(2)).mean()  # from memory
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    where = line("from memory" if sync == "late" else "out of memory")  # late, it has been filled again meanwhile
+    assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", where)
+    assert not any("could not be made again" in note for note in found.notes)
+
+
+def test_an_evaluation_between_steps_is_not_held() -> None:
+    """Its data are fetched with gradients on, as a tape begins; the model is called without."""
+    with nanguard.install():
+        model = nn.Linear(6, 2)
+        optimizer = Adam(model.parameters())
+        refs: list[weakref.ref[Tensor]] = []
+        for _ in range(3):
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            for (x,) in DataLoader(TensorDataset(inputs()), batch_size=4):
+                scaled = x * 2
+                with torch.no_grad():
+                    model(scaled)
+                refs += [weakref.ref(x), weakref.ref(scaled)]
+            del x, scaled
+            assert [ref() for ref in refs if ref() is not None] == []
+
+
+# ---- gradients made by hand ------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_a_program_sets_itself() -> None:
+    """Meta-learning: an inner step by ``autograd.grad``, and ``grad`` is assigned. Nothing calls ``backward``."""
+    with nanguard.install() as autopilot:
+        w = torch.randn(6, requires_grad=True)
+        optimizer = Adam([w], lr=1e-3)
+        for step in range(STEPS):
+            total: Any = 0
+            for _ in range(3):
+                x, y = torch.randn(4, 6), torch.randn(4)
+                (inner,) = torch.autograd.grad((x @ w - y).pow(2).mean(), w, create_graph=True)
+                fast = w - 0.01 * inner
+                loss = (x @ fast - y).abs().mean().mul(float(step != BAD)).log()  # meta
+                (slope,) = torch.autograd.grad(loss, w)
+                total = total + slope.detach()
+            optimizer.zero_grad()
+            w.grad = total / 3
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.op, found.cause, at(found)) == ("tape", "log", "log_of_zero", line("meta"))
+
+
+def test_a_learning_rate_far_too_high_without_a_backward_pass() -> None:
+    with nanguard.install() as autopilot:
+        w = torch.randn(6, requires_grad=True)
+        optimizer = Adam([w], lr=1e30)
+        for _ in range(2):
+            (slope,) = torch.autograd.grad((torch.randn(4, 6) @ w).exp().mean(), w)
+            w.grad = slope * 2
+            optimizer.step()
+    assert only(autopilot.incidents).cause == "learning_rate_too_high"
+
+
+# ---- one sample, no batch --------------------------------------------------------------------------------------------
+
+
+def test_one_sample_without_a_batch_dimension_has_no_sample_number() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            x = torch.randn(4)
+            if step == BAD:
+                x[1] = NAN
+            F.cross_entropy(model(x), torch.tensor(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.module, found.samples) == ("input_nonfinite", "0", ())
+
+
+# ---- the very first step, and the end in the middle of one -----------------------------------------------------------
+
+
+class Solver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * 2)  # solver
+        return out
+
+
+def test_a_program_that_calls_forward_and_gives_up_in_its_first_step() -> None:
+    """No loader, no module is called, no loss: the tape begins where gradients are cleared, and ends with the error."""
+    x = inputs(bad=7)
+    with pytest.raises(AssertionError, match="underflow"), nanguard.install() as autopilot:
+        encoder, head = Solver(), nn.Linear(6, 1)
+        optimizer = Adam([*encoder.parameters(), *head.parameters()])
+        for _ in range(3):
+            optimizer.zero_grad()
+            state = encoder.forward(x).tanh()
+            out = head(state)
+            assert not out.isnan().any(), "underflow"
+            out.sum().backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, found.samples, at(found)) == ("tape", "input_nonfinite", (7,), line("solver"))
