@@ -37,7 +37,9 @@ COUNT = torch.ones(())
 
 def bad_slope(out: Tensor) -> Tensor:
     """A fault of the loss, which the model knows nothing of, and which cannot be computed again: it counts in place."""
-    return (out * COUNT.add_(1) * 0).sqrt().sum()
+    loss = ((out + COUNT) * 0).sqrt().sum()
+    COUNT.add_(1)
+    return loss
 
 
 class Trained:
