@@ -27,9 +27,9 @@ from overhead import header, say, write
 HERE = Path(__file__).parent
 METHOD = (
     "Plain and guarded runs of the framework alternate in one process. Each trains a new GPT-2 from its config with "
-    "AdamW (fused in the Trainer), clipping to norm 1.0, bf16, batches of 8 x 512 tokens. The steps after the warm-up are "
-    "timed. A ratio is that of a guarded run to the mean of the plain runs before and after it: the median over rounds "
-    "(smallest to largest)."
+    "AdamW (fused in the Trainer), clipping to norm 1.0, bf16, batches of 8 x 512 tokens. The steps after the warm-up "
+    "are timed. A ratio is that of a guarded run to the mean of the plain runs before and after it: the median over "
+    "rounds (smallest to largest)."
 )
 
 
