@@ -27,7 +27,7 @@ from overhead import header, say, write
 HERE = Path(__file__).parent
 METHOD = (
     "Plain and guarded runs of the framework alternate in one process. Each trains a new GPT-2 from its config with "
-    "AdamW (fused in the Trainer), clipping to norm 1.0, bf16, batches of 8 x 512 tokens. The steps after the warm-up "
+    "AdamW (fused in the Trainer), clipping to norm 1.0, bf16, batches of 8 x 1024 tokens. The steps after the warm-up "
     "are timed. A ratio is that of a guarded run to the mean of the plain runs before and after it: the median over "
     "rounds (smallest to largest)."
 )
@@ -76,7 +76,7 @@ def gpt2(smoke: bool) -> tuple[Any, int]:
     if smoke:
         config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=128, n_positions=32)
         return GPT2LMHeadModel(config), 16
-    return GPT2LMHeadModel(GPT2Config()), 512
+    return GPT2LMHeadModel(GPT2Config()), 1024
 
 
 def with_trainer(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> float:
