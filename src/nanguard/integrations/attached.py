@@ -91,10 +91,10 @@ class AttachedGuard:
 
         ``error`` is what has ended the loop, if something has: a bad step that it has interrupted is examined.
         """
-        while self._undo:
-            self._undo.pop()()
         if self._loop is not None:
             self._loop.__exit__(None if error is None else type(error), error, None)
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> AttachedGuard:
         return self
