@@ -489,3 +489,58 @@ def test_the_other_package_works_too() -> None:
     diagnosis = guard.incidents[0].outcome.diagnosis
     assert diagnosis is not None
     assert diagnosis.cause == "input_nonfinite"
+
+
+# ---- under nanguard run ----------------------------------------------------------------------------------------------
+
+
+def test_nanguard_run_uses_the_adapter(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER)
+    fit = pl.Trainer._fit_impl
+    with nanguard.install(run_dir=tmp_path / "run") as autopilot:
+        run = Run(poisoned(batches, BAD), tmp_path, epochs=1)
+        healthy = Run(batches, tmp_path, epochs=1)
+        assert not any(isinstance(each, GuardCallback) for each in run.trainer.callbacks)
+        assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (2 * NUMBER - 1, 1)
+        assert autopilot.num_optimizers == 2
+        assert autopilot.unsound() == ()
+        (incident,) = autopilot.incidents
+        guarded = Run(poisoned(batches, BAD), tmp_path, guard=GuardCallback(), epochs=1)
+        assert guarded.guard is not None
+        assert guarded.guard.counts["skipped"] == 1, "the program's own is left alone"
+        assert len(autopilot.incidents) == 1
+    assert pl.Trainer._fit_impl is fit
+    assert incident.outcome.diagnosis is not None
+    assert incident.outcome.diagnosis.capture == "step", "training_step was run again"
+    never, plain = Run(without_bad(batches), tmp_path, epochs=1), Run(batches, tmp_path, epochs=1)
+    assert differences(never.state(), run.state()) == []
+    assert run.values == never.values
+    assert differences(plain.state(), healthy.state()) == []
+    assert plain.rows == healthy.logged.rows
+    log = nanguard.read_run(tmp_path / "run")
+    assert (len(log.headers), len(log.steps), len(log.incidents)) == (1, 2 * NUMBER, 1)
+
+
+class Searches(Net):
+    """LBFGS, which adapters refuse."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+
+
+def test_what_the_adapter_refuses_is_guarded_by_the_patches(tmp_path: Path) -> None:
+    batches = make_batches(3)
+    with nanguard.install() as autopilot:
+        run = Run(poisoned(batches, 1), tmp_path, model=Searches(), epochs=1)
+        assert autopilot.num_optimizers == 1
+        assert len(autopilot.incidents) == 1
+    assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
+
+
+def test_an_error_under_nanguard_run_is_examined_and_goes_on(tmp_path: Path) -> None:
+    with nanguard.install() as autopilot:
+        with pytest.raises(ArithmeticError, match="of the program"):
+            Run(poisoned(make_batches(NUMBER), BAD), tmp_path, model=Raises())
+        assert len(autopilot.incidents) == 1

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from nanguard.autopilot.frameworks import Frameworks
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.patches import Patches
 from nanguard.diagnosis.scheduler import How
@@ -33,6 +34,7 @@ class Autopilot:
         self.settings = settings
         self._monitor = ProgramMonitor(settings)
         self._patches = Patches(self._monitor)
+        self._frameworks = Frameworks(self._monitor, settings, self._monitor.made)
 
     @property
     def incidents(self) -> Incidents:
@@ -95,6 +97,7 @@ class Autopilot:
     def abandon(self) -> None:
         """In a forked process, before it gets its own autopilot. The run log still belongs to the parent."""
         self._monitor.detach()
+        self._frameworks.remove()
         self._patches.remove()
         atexit.unregister(self.uninstall)
         Autopilot._installed = None
@@ -102,6 +105,7 @@ class Autopilot:
     def uninstall(self) -> None:
         """Ends the run log and restores everything. Optimizers go on as plain ones."""
         self._monitor.close()
+        self._frameworks.remove()
         self._patches.remove()
         atexit.unregister(self.uninstall)
         if Autopilot._installed is self:

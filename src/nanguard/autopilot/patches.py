@@ -24,6 +24,7 @@ from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
+from nanguard.hosted.joining import is_claimed
 from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
 
@@ -75,9 +76,10 @@ class Patches:
 
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if not _compat.is_recording() and not monitor.is_idle:
-                self._guard_class(type(optimizer))
-                monitor.made(optimizer)
+            if not _compat.is_recording():
+                self._guard_class(type(optimizer))  # a scheduler keeps the step that it finds
+                if not monitor.is_idle:
+                    monitor.made(optimizer)
 
         return make
 
@@ -104,7 +106,7 @@ class Patches:
         monitor = self._monitor
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _compat.is_recording() or monitor.is_idle:
+            if _compat.is_recording() or monitor.is_idle or is_claimed(optimizer):
                 monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")

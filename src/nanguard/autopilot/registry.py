@@ -17,6 +17,8 @@ from nanguard.autopilot.averages import unsound_averages
 from nanguard.autopilot.live_modules import LiveModules
 from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
+from nanguard.hosted.joining import Program, is_claimed
+from nanguard.hosted.loop import HostedLoop
 from nanguard.hosted.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
@@ -56,7 +58,9 @@ class Registry:
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
         self._search = Search()
-        self._past_not_kept = 0
+        self._past_not_kept = self._past_refused = 0
+        self._past_unsound: tuple[str, ...] = ()
+        self._loops: list[HostedLoop] = []
         self.live_modules = LiveModules()
         self.used: set[int] = set()
         """Identities of outermost modules that the program has called."""
@@ -73,7 +77,10 @@ class Registry:
         hosted_steps = [ref() for ref, _ in self._entries]
         if None in hosted_steps:
             self._forget(None)
-        return [hosted for hosted in hosted_steps if hosted is not None]
+        there = [hosted for hosted in hosted_steps if hosted is not None]
+        own = [hosted for hosted in there if not is_claimed(hosted.optimizer)]
+        self.has_guard = self.has_guard or len(own) < len(there)
+        return own
 
     def _forget(self, which: HostedStep | None) -> None:
         """Removes one, or with None those that no longer exist: a program may make thousands. The counts are kept."""
@@ -109,7 +116,7 @@ class Registry:
         optimizer = ref()
         if optimizer is None or not parameters_of(optimizer):
             return None
-        if has_guard(optimizer):
+        if has_guard(optimizer) or is_claimed(optimizer):
             self.has_guard = True
             return None
         name = names_in_sight([optimizer]).get(id(optimizer)) or names[id(optimizer)] or type(optimizer).__name__
@@ -215,6 +222,38 @@ class Registry:
             joins=not is_first,
         )
 
+    # ---- loops of frameworks, which adapters guard -----------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """For loops that are made by adapters."""
+        return Program(
+            settings=self._settings,
+            search=self._search,
+            numbers=self._numbers,
+            adopt=self._adopt,
+            release=self._release,
+        )
+
+    def _adopt(self, loop: HostedLoop) -> bool:
+        """A loop begins. Its optimizers are not guarded here. Returns whether it is the first of the program."""
+        is_first = not self.num_optimizers
+        self.num_optimizers += len(loop.optimizers)
+        self._loops.append(loop)
+        kept = [place for place, (ref, _) in enumerate(self._new) if not _is_in(ref(), loop.optimizers)]
+        self._new = [self._new[place] for place in kept]
+        self._models_of_new = [self._models_of_new[place] for place in kept]
+        return is_first
+
+    def _release(self, loop: HostedLoop) -> None:
+        """It has ended. Its counts are kept, but not what it trained."""
+        self._loops.remove(loop)
+        self._past.update(loop.counts)
+        self._past_incidents += loop.incidents
+        self._past_not_kept += loop.num_not_kept
+        self._past_refused = loop.refused_in_a_row
+        self._past_unsound = loop.unsound()
+
     def remove(self, hosted: HostedStep) -> None:
         """The program goes on with a plain optimizer."""
         vars(hosted.optimizer).pop(_ATTRIBUTE, None)
@@ -226,6 +265,7 @@ class Registry:
     def incidents(self) -> Incidents:
         """Of all optimizers, as far as the host knows, in the order in which they happened."""
         found = [*self._past_incidents, *(incident for _, journal in self._entries for incident in journal.incidents)]
+        found += [incident for loop in self._loops for incident in loop.incidents]
         return Incidents(sorted(found, key=lambda incident: incident.number))
 
     @property
@@ -234,25 +274,32 @@ class Registry:
         total = Counter(self._past)
         for _, journal in self._entries:
             total.update(journal.counts)  # adding would leave out what is zero
+        for loop in self._loops:
+            total.update(loop.counts)
         return total
 
     @property
     def num_not_kept(self) -> int:
         """Incidents that were left out on disk."""
-        return self._past_not_kept + sum(journal.num_not_kept for _, journal in self._entries)
+        of_loops = sum(loop.num_not_kept for loop in self._loops)
+        return self._past_not_kept + of_loops + sum(journal.num_not_kept for _, journal in self._entries)
 
     @property
     def refused_in_a_row(self) -> int:
         """Of the optimizer with the most, up to now."""
-        return max((journal.refused_in_a_row for _, journal in self._entries), default=0)
+        known = [self._past_refused, *(loop.refused_in_a_row for loop in self._loops)]
+        return max([*known, *(journal.refused_in_a_row for _, journal in self._entries)])
 
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
         trained = tuple(name for hosted in self.hosted_steps for name in hosted.unsound())
-        return trained + unsound_averages(self.live_modules)
+        by_loops = tuple(name for loop in self._loops for name in loop.unsound())
+        return trained + by_loops + self._past_unsound + unsound_averages(self.live_modules)
 
     def close(self) -> None:
         """Processes what is under way and ends the run log."""
+        for loop in list(self._loops):
+            loop.close()
         for hosted in self.hosted_steps:
             try:
                 hosted.close()
@@ -271,6 +318,10 @@ def _network_name(hosted: HostedStep, names: Mapping[int, str]) -> str:
     """The program's own names of the modules that an optimizer trains; their classes if they have none."""
     called = (names.get(id(root)) or type(unwrapped(root)).__name__ for root in hosted.roots)
     return " and ".join(dict.fromkeys(called))
+
+
+def _is_in(optimizer: Optimizer | None, several: Sequence[Optimizer]) -> bool:
+    return any(each is optimizer for each in several)
 
 
 def hosted_step_of(optimizer: Optimizer) -> HostedStep | None:

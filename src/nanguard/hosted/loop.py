@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from nanguard.diagnosis.scheduler import How
 from nanguard.diagnosis.search import Search
 from nanguard.errors import ProtocolError
 from nanguard.hosted.coordinator import StepCoordinator
+from nanguard.hosted.joining import claim, disclaim, joined_program
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.hosted.step import HostedStep
 from nanguard.incidents.bundle import CaptureLevel
@@ -96,6 +97,7 @@ class HostedLoop:
     ) -> None:
         several: tuple[Optimizer, ...] = as_tuple(optimizers)
         to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)
+        self._program = joined_program()
         settings = Settings(
             policy=choose_policy(policy, patient_policy),
             run_dir=None if run_dir is None else RunFolder(Path(run_dir).absolute()),
@@ -104,9 +106,13 @@ class HostedLoop:
             capture=capture,
             observers=tuple(observers),
         )
+        search = Search()
+        numbers: Iterator[int] = itertools.count(1)
+        if self._program is not None:
+            settings = replace(self._program.settings, sync="eager")
+            search, numbers = self._program.search, self._program.numbers
         check_optimizers(several, model)
         check_schedulers(to_hold, several)
-        search, numbers = Search(), itertools.count(1)
         self._steps: list[HostedStep] = []
         for place, optimizer in enumerate(several):
             hosted = HostedStep(
@@ -126,15 +132,19 @@ class HostedLoop:
             if self._steps:
                 hosted.share_buffers_of(self._steps[0])
             self._steps.append(hosted)
+        is_first = self._program is None or self._program.adopt(self)
+        program = {"script": settings.script, "argv": list(settings.argv)} if settings.script else None
         for place, hosted in enumerate(self._steps):
-            introduce(hosted.parts, asked_precision="the host's own", sync=hosted.sync, joins=place > 0)
+            joins = place > 0 or not is_first
+            introduce(hosted.parts, asked_precision="the host's own", sync=hosted.sync, program=program, joins=joins)
+            claim(hosted.optimizer)
             hosted.open()
         self._coordinator = StepCoordinator(lambda: self._steps)
         kind = self._steps[0].parts.state.device.type
         self._taper = TapeRecorder(self._random_states, kind)
         self._recorder = CallRecorder(self._open_calls, self._random_states, kind, self._taper)
-        self._is_taping = diagnose != "off"
-        if diagnose != "off":
+        self._is_taping = settings.diagnose != "off"
+        if self._is_taping:
             self._recorder.listen(model)
         self._is_closed = False
 
@@ -248,8 +258,11 @@ class HostedLoop:
         self._taper.forget()
         self._recorder.stop()
         for hosted in self._steps:
+            disclaim(hosted.optimizer)
             hosted.close()
-        if self.incidents:
+        if self._program is not None:
+            self._program.release(self)
+        elif self.incidents:
             log.warning("end of the run: %s", self.summary())
 
     def __enter__(self) -> HostedLoop:
@@ -278,19 +291,32 @@ class HostedLoop:
             total.update(hosted.parts.journal.counts)
         return dict(total)
 
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        return tuple(hosted.optimizer for hosted in self._steps)
+
+    @property
+    def refused_in_a_row(self) -> int:
+        """How many of the last steps in a row were not applied, of the optimizer with the most."""
+        return max(hosted.parts.journal.refused_in_a_row for hosted in self._steps)
+
+    @property
+    def num_not_kept(self) -> int:
+        """How many incidents were not saved to disk."""
+        return sum(hosted.parts.journal.num_not_kept for hosted in self._steps)
+
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
         return tuple(dict.fromkeys(name for hosted in self._steps for name in hosted.unsound()))
 
     def summary(self) -> str:
         """The run in one line, for the end of it. Syncs."""
-        journals = [hosted.parts.journal for hosted in self._steps]
         return closing_line(
             Counter(self.counts),
             self.incidents,
             unsound=self.unsound(),
-            refused_in_a_row=max(journal.refused_in_a_row for journal in journals),
-            num_not_kept=sum(journal.num_not_kept for journal in journals),
+            refused_in_a_row=self.refused_in_a_row,
+            num_not_kept=self.num_not_kept,
         )
 
     # ---- inside --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             "capture": capture,
         }
         self._guarded: GuardedFit | None = None
+        self.when_refused: Callable[[Sequence[Optimizer], Exception], None] | None = None
+        """Called if the optimizers cannot be guarded, which is an error otherwise."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -107,12 +109,18 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         if any(type(each).__name__ == "_MockOptimizer" for each in trainer.optimizers):
             return  # configure_optimizers gave none
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        loop = HostedLoop(
-            trainer.strategy.model,
-            trainer.optimizers,
-            schedulers=[each for each in schedulers if can_be_rolled_back(each)],
-            **self._options,
-        )
+        try:
+            loop = HostedLoop(
+                trainer.strategy.model,
+                trainer.optimizers,
+                schedulers=[each for each in schedulers if can_be_rolled_back(each)],
+                **self._options,
+            )
+        except ValueError as error:
+            if self.when_refused is None:
+                raise
+            self.when_refused(trainer.optimizers, error)
+            return
         self._guarded = GuardedFit(loop, trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
