@@ -1,0 +1,37 @@
+"""``nanguard run`` on programs that use a trainer of a framework: the adapters guard it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import nanguard
+from helpers import NAN, differences
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_integration_transformers import BAD, BATCH, WINDOWS, history_of, make, samples, state_of, without_window
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    bad = samples()
+    bad[BAD * BATCH]["x"] = bad[BAD * BATCH]["x"] * NAN
+    plain, never = make(samples(), tmp_path), make(without_window(samples()), tmp_path)
+    plain.train()
+    never.train()
+    with nanguard.install() as autopilot:
+        healthy, run = make(samples(), tmp_path), make(bad, tmp_path)
+        healthy.train()
+        assert "training_step" not in vars(healthy)
+        run.train()
+        assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (2 * WINDOWS - 1, 1)
+        assert autopilot.unsound() == ()
+        (incident,) = autopilot.incidents
+    assert incident.outcome.diagnosis is not None
+    assert incident.outcome.diagnosis.capture == "step"
+    assert differences(state_of(plain), state_of(healthy)) == []
+    assert history_of(plain) == history_of(healthy)
+    assert differences(state_of(never), state_of(run)) == []
+    assert run.lr_scheduler.last_epoch == WINDOWS - 1
