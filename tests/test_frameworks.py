@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import nanguard
 from helpers import NAN, differences
@@ -35,3 +36,16 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert history_of(plain) == history_of(healthy)
     assert differences(state_of(never), state_of(run)) == []
     assert run.lr_scheduler.last_epoch == WINDOWS - 1
+
+
+def test_what_the_adapter_refuses_is_guarded_by_the_patches(tmp_path: Path) -> None:
+    """A parameter outside the model, which a hosted loop does not accept."""
+    bad = samples()
+    bad[BAD * BATCH]["x"] = bad[BAD * BATCH]["x"] * NAN
+    with nanguard.install() as autopilot:
+        run = make(bad, tmp_path)
+        run.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+        run.train()
+        assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (WINDOWS - 1, 1)
+    assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
+    assert "training_step" not in vars(run)

@@ -345,3 +345,22 @@ def test_ranks_skip_together_and_name_the_line(ranks: Ranks, one: Case) -> None:
     }[one.options["fault"]]
     assert first["cause"] == cause
     assert line in first["line"]
+
+
+def test_nanguard_run_uses_the_adapter() -> None:
+    batches = make_batches()
+    never, plain = make(), make()
+    fit(never, [*batches[:3], *batches[4:]])
+    fit(plain, batches)
+    with nanguard.install() as autopilot:
+        run, healthy = make(), make()
+        fit(run, spoiled(batches, 3, "nan batch"))
+        fit(healthy, batches)
+        assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (2 * len(batches) - 1, 1)
+        assert autopilot.incidents[0].outcome.diagnosis is not None
+        assert "fit_batch" not in vars(run)
+    assert differences(everything(never.modules, [never.optimizer]), everything(run.modules, [run.optimizer])) == []
+    assert (
+        differences(everything(plain.modules, [plain.optimizer]), everything(healthy.modules, [healthy.optimizer]))
+        == []
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from nanguard.hosted.settings import Settings
 
 log = logging.getLogger("nanguard")
 
-Decline = Callable[[Sequence[Optimizer], Exception], None]
+Decline = Callable[[Sequence[Optimizer], ValueError], None]
 """Called by a row if its adapter cannot guard these optimizers after all: the patches of torch do so from then on."""
 
 
@@ -83,7 +84,7 @@ class Frameworks:
             return
         with contextlib.ExitStack() as aside, contextlib.ExitStack() as stack:
 
-            def decline(optimizers: Sequence[Optimizer], error: Exception) -> None:
+            def decline(optimizers: Sequence[Optimizer], error: ValueError) -> None:
                 log.info("the adapter for %s is not used: %s", row.module, error)
                 aside.close()
                 for optimizer in optimizers:
@@ -121,21 +122,25 @@ def _lightning(trainer: Any, decline: Decline) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _transformers(trainer: Any, decline: Decline) -> Iterator[None]:
-    from nanguard.integrations.transformers import GuardCallback, attach
-
-    own = [each for each in trainer.callback_handler.callbacks if isinstance(each, GuardCallback)]
-    if own or "training_step" in vars(trainer):  # the program's own
+def _attaching(module: str, marker: str, trainer: Any, decline: Decline) -> Iterator[None]:
+    """Calls ``attach(trainer)`` of an integration. ``marker`` is an attribute that it sets on the trainer."""
+    if marker in vars(trainer):  # the program's own
         with joining(None):
             yield
         return
-    with attach(trainer):
+    guard = importlib.import_module(module).attach(trainer)
+    guard.when_refused = decline
+    with guard:
         yield
 
+
+_transformers = functools.partial(_attaching, "nanguard.integrations.transformers", "training_step")
+_speechbrain = functools.partial(_attaching, "nanguard.integrations.speechbrain", "fit_batch")
 
 ROWS = (
     Framework(module="lightning.pytorch.trainer.trainer", owner="Trainer", method="_fit_impl", guarding=_lightning),
     Framework(module="pytorch_lightning.trainer.trainer", owner="Trainer", method="_fit_impl", guarding=_lightning),
     Framework(module="transformers.trainer", owner="Trainer", method="train", guarding=_transformers),
+    Framework(module="speechbrain.core", owner="Brain", method="fit", guarding=_speechbrain),
 )
 """A framework is one row."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
+
+from torch.optim import Optimizer
 
 from nanguard.hosted.loop import HostedLoop
 from nanguard.records.steps import Incidents
@@ -22,6 +24,15 @@ class AttachedGuard:
     def __init__(self, loop: HostedLoop | None = None) -> None:
         self._loop = loop
         self._undo: list[Callable[[], None]] = []
+        self.when_refused: Callable[[Sequence[Optimizer], ValueError], None] | None = None
+        """Called if optimizers cannot be guarded once training begins, which is an error otherwise."""
+
+    def refused(self, optimizers: Sequence[Optimizer], error: ValueError) -> None:
+        """``HostedLoop`` has refused these. The framework goes on without this guard, if that is allowed."""
+        if self.when_refused is None:
+            raise error
+        self.detach()
+        self.when_refused(optimizers, error)
 
     @property
     def loop(self) -> HostedLoop:

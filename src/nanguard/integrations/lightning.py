@@ -63,7 +63,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             "capture": capture,
         }
         self._guarded: GuardedFit | None = None
-        self.when_refused: Callable[[Sequence[Optimizer], Exception], None] | None = None
+        self.when_refused: Callable[[Sequence[Optimizer], ValueError], None] | None = None
         """Called if the optimizers cannot be guarded, which is an error otherwise."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
                 trainer.strategy.model,
                 trainer.optimizers,
                 schedulers=[each for each in schedulers if can_be_rolled_back(each)],
+                first_step=trainer.global_step if pl_module.automatic_optimization else None,
                 **self._options,
             )
         except ValueError as error:

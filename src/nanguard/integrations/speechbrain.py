@@ -101,8 +101,12 @@ class BrainGuard(AttachedGuard):
         if not self._optimizers and getattr(brain, "optimizer", None) is not None:
             self._optimizers = [brain.optimizer]
         if self._optimizers:
-            self._loop = HostedLoop(brain.modules, self._optimizers, **self._options)
-            self._is_fitting = True
+            try:
+                self._loop = HostedLoop(brain.modules, self._optimizers, **self._options)
+            except ValueError as error:
+                self.refused(self._optimizers, error)
+            else:
+                self._is_fitting = True
 
     def _in_fit_batch(self, original: Callable[..., Tensor], batch: Any) -> Tensor:
         if not self._is_fitting:

@@ -95,7 +95,11 @@ class TrainerGuard(AttachedGuard):
     def _on_training_step(
         self, original: Callable[..., Tensor], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        inner = self._inner or self._begin(model)
+        try:
+            inner = self._inner or self._begin(model)
+        except ValueError as error:
+            self.refused([plain_optimizer(self._trainer.optimizer)], error)
+            return original(model, inputs, *args, **kwargs)
 
         def rerun(batch: Any) -> Tensor:
             inner.seen_again = None
