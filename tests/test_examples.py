@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from frameworks import hide_broken_torchvision
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -86,3 +88,20 @@ def test_wandb_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     finally:
         wandb.teardown()
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_hf_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    hide_broken_torchvision()
+    pytest.importorskip("transformers")
+    out = output_of("hf_trainer.py", capsys)
+    assert "step 20: all_labels_ignored, samples (0, 1, 2, 3)" in out
+    assert "applied=39, skipped=1" in out
+    assert "global step 40, schedule at 39" in out
+
+
+def test_accelerate_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    out = output_of("accelerate_loop.py", capsys)
+    assert "applied=99, skipped=1" in out
+    assert "schedule at 99" in out
+    assert "nan" not in out

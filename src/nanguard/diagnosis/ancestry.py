@@ -11,6 +11,8 @@ from nanguard.diagnosis.provenance import STATE, Leaf, Note
 _CARRY_EPS = frozenset(
     ("add", "neg", "sqrt", "abs", "to_copy", "clone", "clamp", "clamp_min", "clamp_max", "mul", "pow", "sub", "rsub")
 )
+_CARRIES_A_SUM = frozenset(("to_copy", "mul", "sum", "view"))
+_FEW = 6
 
 
 def vanished_eps(source: Note | Leaf | object, depth: int = 4) -> tuple[float, str] | None:
@@ -97,3 +99,14 @@ def is_state(source: object, depth: int = 4) -> bool:
     if isinstance(source, Note) and depth and source.in_place:
         return bool(source.parents) and is_state(source.parents[0], depth - 1)
     return False
+
+
+def label_left_out(value: object) -> float | None:
+    """The ``ignore_index`` of the loss over labels that makes up ``value``, if it left all of them out: the sum is 0."""
+    for _ in range(_FEW):
+        if not isinstance(value, Note):
+            return None
+        if "nll_loss" in value.op:
+            return value.scalars[-1] if value.look.low == value.look.high == 0 and value.scalars else None
+        value = value.parents[0] if value.parents and value.op in _CARRIES_A_SUM else None
+    return None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, vanished_eps
+from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, label_left_out, vanished_eps
 from nanguard.diagnosis.blame import TraceFinding, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
@@ -57,8 +57,6 @@ Rule = Callable[[Case], Found]
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
-_CARRIES_A_SUM = frozenset(("to_copy", "mul", "sum", "view"))
-_FEW = 6
 _SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
@@ -221,8 +219,7 @@ def divide(case: Case) -> Found:
                 return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
             ignored = ignored_label(case)
             if ignored is not None:
-                words = f"every label is {number(ignored)}, which the loss leaves out"
-                return "all_labels_ignored", f"{words}: their sum is divided by their number, 0 / 0"
+                return "all_labels_ignored", f"every label is {number(ignored)}, which the loss leaves out: 0 / 0"
             return "zero_over_zero", "0 / 0" + _sum_of_zeros(source)
         if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
@@ -237,18 +234,9 @@ def divide(case: Case) -> Found:
 
 
 def ignored_label(case: Case) -> float | None:
-    """The label that the loss leaves out, if it is a mean over no other labels; by hand, or in the op of the loss."""
+    """The label that the loss leaves out, if it is a mean over no other labels."""
     given = case.evidence.operand("ignore_index")
-    if given is not None:
-        return given.value
-    above = case.evidence.source("self")
-    for _ in range(_FEW):
-        if not isinstance(above, Note):
-            return None
-        if "nll_loss" in above.op:
-            return above.scalars[-1] if above.look.low == above.look.high == 0 and above.scalars else None
-        above = above.parents[0] if above.parents and above.op in _CARRIES_A_SUM else None
-    return None
+    return label_left_out(case.evidence.source("self")) if given is None else given.value
 
 
 def _sum_of_zeros(denominator: object) -> str:

@@ -138,7 +138,8 @@ class TrainerGuard(AttachedGuard):
             return
         if is_training and self._num_skipped and "train_loss" in logs:  # the mean over all steps
             num_steps = self._trainer.state.global_step - getattr(self._trainer, "_initial_global_step", 0)
-            logs["train_loss"] = self._trainer._total_loss_scalar / max(num_steps - self._num_skipped, 1)
+            total = vars(self._trainer)["_total_loss_scalar"]
+            logs["train_loss"] = total / max(num_steps - self._num_skipped, 1)
         if is_training and self._num_skipped and ("loss" in logs or "train_loss" in logs):
             logs[SKIPPED] = self.num_skipped
         original(logs, *args, **kwargs)
