@@ -102,7 +102,7 @@ def is_state(source: object, depth: int = 4) -> bool:
 
 
 def label_left_out(value: object) -> float | None:
-    """The ``ignore_index`` of the loss over labels that makes up ``value``, if it left all of them out: the sum is 0."""
+    """The ``ignore_index`` of the loss that makes up ``value``, if it left out all labels: the sum is 0."""
     for _ in range(_FEW):
         if not isinstance(value, Note):
             return None
