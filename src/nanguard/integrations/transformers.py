@@ -24,7 +24,7 @@ from nanguard.step.observers import Observer
 
 log = logging.getLogger("nanguard")
 
-TESTED = ("4.46", "6.0")
+TESTED = ("4.57", "6.0")
 SKIPPED = "nanguard/skipped"
 """What the skipped steps are logged as, from the first one on."""
 
