@@ -288,3 +288,18 @@ def test_ranks_of_accelerate_launch_skip_together() -> None:
         assert result["unsound"] == []
         assert result["cause"] == "input_nonfinite"
         assert result["culprit"] == 1
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["plain", "scaled"])
+def test_under_nanguard_run_prepared_schedulers_hold(scales: bool) -> None:
+    batches = make_batches(STEPS)
+    never = Loop(guarded=False, scales=scales).fit(batches[:BAD] + batches[BAD + 1 :])
+    step = type(never.optimizer).step
+    with nanguard.install() as autopilot:
+        run = Loop(guarded=False, scales=scales).fit(poisoned(batches, BAD))
+        assert autopilot.unsound() == ()
+        attached = Loop(guarded=True, scales=scales).fit(poisoned(batches, BAD))
+    assert type(never.optimizer).step is step, "restored"
+    for each in (run, attached):
+        assert differences(never.state(), each.state()) == []
+        assert each.skipped == [False] * BAD + [True] + [False] * (STEPS - BAD - 1)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from nanguard.autopilot import accelerated
 from nanguard.autopilot.launch import WhenImported
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.hosted.joining import joining
@@ -48,7 +49,8 @@ class Frameworks:
     def __init__(self, monitor: ProgramMonitor, settings: Settings, take: Callable[[Optimizer], None]) -> None:
         self._monitor, self._take = monitor, take
         self._saved: list[tuple[Any, str, Any]] = []
-        self._waits: list[WhenImported] = []
+        hold = functools.partial(accelerated.hold_schedules, lambda *saved: self._saved.append(saved))
+        self._waits: list[WhenImported] = [WhenImported(accelerated.MODULE, hold)]
         if settings.trace or settings.max_norm is not None or settings.keep_fp32:
             return  # only the patches of torch can do that
         for row in ROWS:
