@@ -46,6 +46,10 @@ def make_batches(number: int) -> list[Batch]:
     return [(torch.randn(16, 30, 20) + means[labels][:, None], labels) for labels in words]
 
 
+def loader(batches: Any) -> DataLoader[Batch]:
+    return DataLoader(batches, batch_size=None)
+
+
 def main() -> None:
     torch.manual_seed(0)
     train, valid = make_batches(60), make_batches(10)
@@ -59,7 +63,7 @@ def main() -> None:
         run_opts={"device": "cpu", "noprogressbar": True},
     )
     with attach(brain) as guard:
-        brain.fit(range(1, 4), DataLoader(train, batch_size=None), DataLoader(valid, batch_size=None))
+        brain.fit(range(1, 4), loader(train), loader(valid))
     print(f"{guard.counts['applied']} steps applied, {guard.counts['skipped']} skipped")
     print(f"schedule at step {hparams['schedule'].n_steps}, weights finite: {not guard.unsound()}")
 

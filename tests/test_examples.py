@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from frameworks import hide_broken_torchvision
+from frameworks import use_speechbrain_without_torchaudio
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -91,7 +91,6 @@ def test_wandb_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_hf_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    hide_broken_torchvision()
     pytest.importorskip("transformers")
     out = output_of("hf_trainer.py", capsys)
     assert "step 20: all_labels_ignored, samples (0, 1, 2, 3)" in out
@@ -104,4 +103,14 @@ def test_accelerate_loop(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of("accelerate_loop.py", capsys)
     assert "applied=99, skipped=1" in out
     assert "schedule at 99" in out
+    assert "nan" not in out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_speechbrain(capsys: pytest.CaptureFixture[str]) -> None:
+    use_speechbrain_without_torchaudio()
+    pytest.importorskip("speechbrain")
+    out = output_of("speechbrain_brain.py", capsys)
+    assert "177 steps applied, 3 skipped" in out
+    assert "schedule at step 177, weights finite: True" in out
     assert "nan" not in out

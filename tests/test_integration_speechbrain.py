@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.machinery
 import importlib.util
 import logging
-import sys
-import types
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 import nanguard
+from frameworks import use_speechbrain_without_torchaudio
 from helpers import INF, NAN, differences, everything
 from launching import Case, Cases, Ranks, cases, needs_gloo
 from nanguard.integrations.speechbrain import attach
@@ -28,10 +26,7 @@ from nanguard.integrations.speechbrain import attach
 if importlib.util.find_spec("speechbrain") is None:
     pytest.skip("speechbrain is not installed", allow_module_level=True)
 
-if importlib.util.find_spec("torchaudio") is None:  # it has no build for this torch; nothing here uses it
-    stand_in = types.ModuleType("torchaudio")
-    stand_in.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
-    sys.modules["torchaudio"] = stand_in
+use_speechbrain_without_torchaudio()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import speechbrain as sb
