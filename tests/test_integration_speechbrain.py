@@ -191,6 +191,15 @@ def test_a_bad_step_never_happened(fault: str, factor: int, precision: str) -> N
         assert diagnosis.source.file == __file__
 
 
+def test_without_a_diagnosis_a_bad_loss_of_one_microbatch_is_enough() -> None:
+    batches = make_batches()
+    brain = make(grad_accumulation_factor=2)
+    with attach(brain, diagnose="off"):
+        fit(brain, spoiled(batches, 5, "nan loss"))
+    expected = fit(make(grad_accumulation_factor=2), batches[:4] + batches[6:])
+    assert differences(facts(brain), facts(expected)) == []
+
+
 def test_what_happens_without_it() -> None:
     brain = fit(make(), spoiled(make_batches(), 5, "nan batch"))
     assert brain.modules.net[0].weight.isnan().all()

@@ -23,7 +23,8 @@ class Iteration:
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
     of scaled gradients. ``divisors`` are the numbers by which the program has divided ``losses``. ``reruns`` are
-    micro-batches that the host can run again with its own step function. ``tape`` has torch calls outside modules,
+    micro-batches that the host can run again with its own step function; ``uses_every_loss`` says that the host never
+    throws the gradients of a loss away without saying so. ``tape`` has torch calls outside modules,
     ``fetched`` the batches that loaders of the program gave for it. ``live`` is the trace, if there is one;
     ``graph_finding`` what the graph of a bad loss shows.
     """
@@ -33,6 +34,7 @@ class Iteration:
     calls: list[Call] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     reruns: list[Microbatch] = field(default_factory=list)
+    uses_every_loss: bool = False
     noted: list[HostedStep] = field(default_factory=list)
     stepped: list[HostedStep] = field(default_factory=list)
     unapplied: list[HostedStep] = field(default_factory=list)

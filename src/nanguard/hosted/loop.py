@@ -170,21 +170,27 @@ class HostedLoop:
                 hosted.before_evaluation()
         if is_training and batch is not None:
             self._coordinator.iteration.batches.append(batch)
+        if is_training and rerun is not None:
+            self._coordinator.iteration.uses_every_loss = True  # it has a step function, which calls backward()
         if is_training and rerun is not None and self._is_taping:
             self._coordinator.iteration.reruns.append(self._microbatch(rerun, batch))
         elif is_training and self._is_taping:
             self._taper.begin(self._coordinator.iteration.tape, keeps_older=len(self._steps) > 1)
 
-    def after_forward(self, loss: Tensor) -> None:
+    def after_forward(self, loss: Tensor, *, is_used: bool = False) -> None:
         """The host is about to call ``backward()`` on this loss, or on the loss multiplied by a scale or a share.
 
-        Does not sync on a GPU.
+        If a loss is bad, others of the same step are good, and so are the gradients, the host seems to have cleared the
+        gradients of the bad one itself, and the step is made. ``is_used`` says that it never does that without
+        ``discard()``: then one bad loss is enough to skip the step. Does not sync on a GPU.
         """
         self._check_open("after_forward")
         self._taper.stop()
         check_loss(loss)
         self._taper.note_losses([loss])
         self._coordinator.after_forward([loss])
+        if is_used:
+            self._coordinator.iteration.uses_every_loss = True
 
     def measure(self, optimizer: Optimizer, *, grad_scaler: Any = None) -> None:
         """Measures the gradients now. Call it before the host clips or changes them, and after ``unscale_``.

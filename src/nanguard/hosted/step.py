@@ -364,7 +364,7 @@ class HostedStep(UncheckedSteps):
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
-        if len(losses) < 2 or this.reruns:  # a host that gives its step function calls backward() on every loss
+        if len(losses) < 2 or this.uses_every_loss:
             return losses
         if self.sync == "late":
             grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]

@@ -77,21 +77,24 @@ class AttachedGuard:
         original = getattr(owner, name)
         self.replace(owner, name, functools.wraps(original)(functools.partial(instead, original)))
 
+    def wrap_by_class(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """As ``wrap``, for an object whose attributes are all saved, such as a scheduler: it gets another class."""
+        kind = type(owner)
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def method(itself: Any, *args: Any, **kwargs: Any) -> Any:
+            return instead(functools.partial(original, itself), *args, **kwargs)
+
+        same = {key: getattr(kind, key) for key in ("__module__", "__qualname__", "__doc__")}
+        owner.__class__ = type(kind.__name__, (kind,), {**same, name: method})
+        self._undo.append(lambda: setattr(owner, "__class__", kind))
+
     def hold(self, scheduler: Any, is_held: Callable[[], bool]) -> None:
-        """``scheduler.step()`` does nothing while ``is_held()``.
-
-        By another class, since all attributes of a scheduler are in its ``state_dict``.
-        """
-        kind = type(scheduler)
-
-        @functools.wraps(kind.step)
-        def step(held: Any, *args: Any, **kwargs: Any) -> None:
-            if not is_held():
-                kind.step(held, *args, **kwargs)
-
-        same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        scheduler.__class__ = type(kind.__name__, (kind,), {**same, "step": step})
-        self._undo.append(lambda: setattr(scheduler, "__class__", kind))
+        """``scheduler.step()`` does nothing while ``is_held()``."""
+        self.wrap_by_class(
+            scheduler, "step", lambda step, *args, **kwargs: None if is_held() else step(*args, **kwargs)
+        )
 
     def at_detach(self, function: Callable[[], None]) -> None:
         """Calls ``function`` when the guard is detached. The last one is called first."""

@@ -1,0 +1,227 @@
+"""A loop as timm's train.py has it, guarded: after a bad step everything is as in a run that never had its batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nanguard
+from frameworks import use_torchvision_without_kernels
+from helpers import INF, NAN, differences, everything
+
+use_torchvision_without_kernels()
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+
+from timm.optim import create_optimizer_v2  # noqa: E402
+from timm.scheduler import CosineLRScheduler  # noqa: E402
+from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, dispatch_clip_grad  # noqa: E402
+
+from nanguard.integrations.timm import attach  # noqa: E402
+
+Batch = tuple[Tensor, Tensor, str]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).mean(dim=(2, 3)))
+
+
+def make_batches(number: int = 8) -> list[Batch]:
+    g = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(number, 4, 3, 6, 6, generator=g), torch.randint(0, 5, (number, 4), generator=g)
+    return [(x, y, "") for x, y in zip(images, labels, strict=True)]
+
+
+def spoiled(batches: Sequence[Batch], place: int, fault: str) -> list[Batch]:
+    batches = list(batches)
+    x, y, _ = batches[place]
+    if fault == "nan batch":
+        x = x.clone()
+        x[2, 0, 0, 0] = NAN
+    batches[place] = (x, y, fault)
+    return batches
+
+
+class Program:
+    """What train.py does in an epoch, in its order. ``guarded`` adds two lines."""
+
+    def __init__(
+        self,
+        *,
+        guarded: bool,
+        scale: float | None = None,
+        accumulate: int = 1,
+        clip: float | None = 0.5,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.accumulate, self.clip = accumulate, clip
+        self.model = Net()
+        self.optimizer = create_optimizer_v2(self.model, opt="adamw", lr=0.05, weight_decay=0.1)
+        self.scheduler = CosineLRScheduler(
+            self.optimizer, t_initial=20, warmup_t=3, warmup_lr_init=0.01, t_in_epochs=False
+        )
+        self.ema = ModelEmaV3(self.model, decay=0.9, use_warmup=True)
+        self.loss_scaler: Any = None
+        if scale is not None:
+            self.loss_scaler = NativeScaler(device="cpu")
+            self.loss_scaler._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.num_updates = 0
+        self.averages: list[float] = []
+        if guarded:
+            self.guard = attach(
+                self.model,
+                self.optimizer,
+                loss_scaler=self.loss_scaler,
+                scheduler=self.scheduler,
+                ema=self.ema,
+                **options,
+            )
+            self.loss_scaler = self.guard.loss_scaler
+
+    def train(self, batches: Sequence[Batch]) -> Program:
+        losses_m = AverageMeter()
+        self.model.train()
+        self.optimizer.zero_grad()
+        for number, (x, y, fault) in enumerate(batches, start=1):
+            need_update = number % self.accumulate == 0
+            output = self.model(x)
+            if "gradient" in fault:
+                factor = INF if fault == "inf gradient" else 1e5
+                output.register_hook(lambda gradient, factor=factor: gradient * factor)
+            loss = F.cross_entropy(output, y)
+            loss = loss + NAN if fault == "nan loss" else loss
+            if self.accumulate > 1:
+                loss /= self.accumulate
+            if self.loss_scaler is not None:
+                self.loss_scaler(
+                    loss,
+                    self.optimizer,
+                    clip_grad=self.clip,
+                    parameters=self.model.parameters(),
+                    need_update=need_update,
+                )
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+                if need_update:
+                    if self.clip is not None:
+                        dispatch_clip_grad(self.model.parameters(), self.clip)
+                    self.optimizer.step()
+            losses_m.update(loss.item() * self.accumulate, x.size(0))
+            if not need_update:
+                continue
+            self.num_updates += 1
+            self.optimizer.zero_grad()
+            self.ema.update(self.model, step=self.num_updates)
+            self.scheduler.step_update(num_updates=self.num_updates, metric=losses_m.avg)
+        self.averages.append(losses_m.avg)
+        return self
+
+    def facts(self) -> dict[str, Any]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return {**everything(self.model, [self.optimizer], self.ema), "rates": rates, "averages": self.averages}
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0**10}, {"accumulate": 2}, {"clip": None}], ids=str)
+def test_a_healthy_run_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
+    batches = make_batches()
+    run = Program(guarded=True, **options).train(batches)
+    run.guard.detach()
+    expected = Program(guarded=False, **options).train(batches)
+    assert differences(run.facts(), expected.facts()) == []
+
+
+@pytest.mark.parametrize("fault", ["nan batch", "inf gradient", "nan loss"])
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0**10}, {"accumulate": 2}], ids=str)
+def test_a_bad_step_never_happened(fault: str, options: dict[str, Any]) -> None:
+    batches = make_batches()
+    without = batches[:4] + batches[6:] if "accumulate" in options else batches[:5] + batches[6:]
+    run = Program(guarded=True, **options).train(spoiled(batches, 5, fault)).train(batches)
+    expected = Program(guarded=False, **options).train(without).train(batches)
+    if fault == "inf gradient" and "scale" in options:
+        assert run.guard.counts["backed_off"] == 1  # for a GradScaler this is an overflow, as ever
+        return
+    assert (run.guard.counts["skipped"], run.guard.num_skipped) == (1, 1)
+    run_facts, expected_facts = run.facts(), expected.facts()
+    averages = run_facts.pop("averages"), expected_facts.pop("averages")
+    assert differences(run_facts, expected_facts) == []
+    assert averages[0][1] == averages[1][1]
+    if fault == "inf gradient" or "accumulate" in options:
+        assert all(map(math.isfinite, averages[0]))  # finite losses of the skipped step are in the mean
+    else:
+        assert averages[0] == averages[1]
+    (incident,) = run.guard.incidents
+    assert incident.diagnosis is not None
+    if fault == "nan batch":
+        assert (incident.diagnosis.cause, incident.diagnosis.samples) == ("input_nonfinite", (2,))
+        assert incident.diagnosis.source is not None
+        assert incident.diagnosis.source.file == __file__
+    run.guard.detach()
+
+
+def test_an_overflow_holds_the_schedule_and_the_average() -> None:
+    batches = make_batches()
+    run = Program(guarded=True, scale=2.0**120).train(spoiled(batches, 5, "large gradient"))
+    assert (run.guard.counts["backed_off"], run.guard.num_skipped, run.guard.incidents) == (1, 1, ())
+    expected = Program(guarded=False, scale=2.0**120).train(batches[:5]).train(batches[6:])
+    assert run.facts()["rates"] == expected.facts()["rates"]
+    assert torch.equal(run.ema.module.head.weight, expected.ema.module.head.weight)
+    run.guard.detach()
+
+
+def test_a_checkpoint_goes_from_a_guarded_to_an_unguarded_run_and_back() -> None:
+    batches = make_batches()
+    for is_guarded in (True, False):
+        run = Program(guarded=True, scale=2.0**10).train(spoiled(batches, 5, "nan batch"))
+        saved = run.loss_scaler.state_dict()
+        run.guard.detach()
+        resumed = Program(guarded=is_guarded, scale=2.0**4)
+        resumed.loss_scaler.load_state_dict(saved)
+        scale = run.loss_scaler._scaler._scaler.get_scale()
+        inner = resumed.loss_scaler._scaler._scaler if is_guarded else resumed.loss_scaler._scaler
+        assert inner.get_scale() == scale
+        if is_guarded:
+            assert resumed.guard.num_skipped == 1
+            resumed.guard.detach()
+
+
+def test_detach_restores_everything_and_a_scheduler_saves_only_its_own() -> None:
+    program = Program(guarded=False)
+    update, kind, own = AverageMeter.update, type(program.scheduler), set(program.scheduler.state_dict())
+    guard = attach(program.model, program.optimizer, scheduler=program.scheduler, ema=program.ema)
+    assert set(program.scheduler.state_dict()) == own
+    guard.detach()
+    assert AverageMeter.update is update
+    assert type(program.scheduler) is kind
+    assert "update" not in vars(program.ema)
+    assert not program.model._forward_pre_hooks
+    program.train(make_batches())
+
+
+def test_what_is_not_a_scaler_of_timm_is_refused() -> None:
+    program = Program(guarded=False)
+    with pytest.raises(ValueError, match="loss_scaler must be a NativeScaler of timm, got GradScaler"):
+        attach(program.model, program.optimizer, loss_scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_halt_ends_the_loop_with_finite_weights() -> None:
+    policy = nanguard.Policy(ladder=(nanguard.Halt(),))
+    run = Program(guarded=True, policy=policy)
+    with pytest.raises(nanguard.NonFiniteError):
+        run.train(spoiled(make_batches(), 5, "nan batch"))
+    assert run.guard.unsound() == ()
+    expected = Program(guarded=False).train(make_batches()[:5])
+    assert differences(everything(run.model, [run.optimizer]), everything(expected.model, [expected.optimizer])) == []
+    run.guard.detach()
