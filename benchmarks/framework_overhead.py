@@ -125,11 +125,11 @@ def with_lightning(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> f
     torch.manual_seed(0)
     (network, length), batch = gpt2(smoke), 2 if smoke else 8
 
-    class Timing(lightning.pytorch.Callback):  # type: ignore[misc]
+    class Timing(lightning.pytorch.Callback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             watch.step()
 
-    class Model(lightning.LightningModule):  # type: ignore[misc]
+    class Model(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = network

@@ -5,9 +5,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, sys.argv[1])
-from frameworks import hide_broken_torchvision  # noqa: E402
 
-hide_broken_torchvision()
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
