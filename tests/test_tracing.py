@@ -270,3 +270,17 @@ def test_dispatch_modes_of_the_program_are_left_as_it_entered_them(trace: bool) 
             program.step()
         assert (first.num, second.num > 0) == (num, True)
         assert nn.Linear(1, 1)(torch.ones(1)).shape == (1,)
+
+
+def test_an_op_belongs_to_the_line_that_called_it_not_to_the_programs_mode() -> None:
+    """Torch calls the mode for each op, also in the backward pass, where it is no code that was written by hand."""
+    with nanguard.install(trace=True) as autopilot:
+        program = Trained()
+        program.step()
+        with Counts():
+            program.step(bad_slope)
+    diagnosis = autopilot.incidents[0].diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.capture, diagnosis.cause, diagnosis.op) == ("live", "sqrt_grad_at_zero", "sqrt")
+    assert diagnosis.source is not None
+    assert diagnosis.source.function == "bad_slope"

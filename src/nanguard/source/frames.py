@@ -50,6 +50,9 @@ _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 _BOUNDARIES: set[CodeType] = set()
 _STAND_IN: list[tuple[str, int, str] | None] = [None]
 
+HANDLERS = frozenset(("__torch_dispatch__", "__torch_function__"))
+"""Code of a mode or a tensor subclass, which torch calls for a line of the program."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -95,6 +98,10 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
         if code in _BOUNDARIES:
             break
         kind = _kind_of(code.co_filename)
+        if code.co_name in HANDLERS and not code.co_filename.startswith(_NANGUARD):
+            place = lesser = None  # the line that called torch is above it
+            frame = frame.f_back
+            continue
         if kind == "torch" and _compat.runs_backward(code):
             if in_engine and not recomputes:
                 return Site(place, module, home, by_engine=True, in_user_code=place is not None)

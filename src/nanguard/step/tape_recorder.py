@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nanguard import _compat, _compat_modes
-from nanguard.source.frames import is_users_file
+from nanguard.source.frames import HANDLERS, is_users_file
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, is_float, mapped, tensors
 from nanguard.step.calls import Call
@@ -171,7 +171,7 @@ class TapeRecorder(TorchFunctionMode):
         frame = sys._getframe(1)
         code: CodeType | None = frame.f_code
         at = frame.f_lasti
-        if not self._users.get(frame.f_code.co_filename):
+        if not self._users.get(frame.f_code.co_filename) or frame.f_code.co_name in HANDLERS:
             code, at = self._position(frame)
         autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
         number = self._next
@@ -344,7 +344,7 @@ class TapeRecorder(TorchFunctionMode):
             is_users = users.get(file)
             if is_users is None:
                 is_users = users[file] = is_users_file(file)
-            if is_users:
+            if is_users and frame.f_code.co_name not in HANDLERS:
                 return frame.f_code, frame.f_lasti
             frame = frame.f_back
         return None, 0
