@@ -185,7 +185,8 @@ class CallTape:
 
     def _is_lost(self, token: Any, gone: set[int], older: dict[int, Any]) -> bool:
         if isinstance(token, Made):
-            return token.number in gone or not (token.number in self.rows or token.number in older)
+            is_held = (token.number, token.place) in self.trained
+            return token.number in gone or not (is_held or token.number in self.rows or token.number in older)
         return isinstance(token, Unseen) or changed(token)
 
     def from_calls_on(self) -> CallTape:
