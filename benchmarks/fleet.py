@@ -34,6 +34,7 @@ from nanguard.monitor.observer import Monitor
 from nanguard.monitor.quantities import KINDS
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Skip
+from nanguard.records.alert import Alert
 from nanguard.step.observers import Observer
 
 FLEET = Path(__file__).parent / "fleet"
@@ -183,7 +184,12 @@ def diverged_at(losses: list[float]) -> int | None:
 
 
 def alerts_of(monitor: Monitor) -> list[dict[str, Any]]:
-    told = [alert for alert in monitor.alerts if alert.state != "withdrawn"]
+    return plain_alerts(monitor.alerts)
+
+
+def plain_alerts(alerts: Sequence[Alert]) -> list[dict[str, Any]]:
+    """In the format of fleet/score.py."""
+    told = [alert for alert in alerts if alert.state != "withdrawn"]
     return [
         {"step": a.step, "module": a.module, "predicted": a.crossing, "quantity": a.quantity, "state": a.state}
         for a in told

@@ -10,6 +10,7 @@ of the ratio to these two.
 - `without, again`: the noise
 - `ordinary steps`: a monitor that does not probe in these blocks
 - `one probe a block`: a monitor that probes exactly one step of each block
+- `one probe a block, uncompiled` (compiled models only): the same with `probe_compiled=True`, which sees every op
 - `at the default`: `Monitor()`, which chooses how often to probe. It runs until it has chosen; its average cost is that
   of ordinary steps, and what a probe costs divided by the number of steps between two probes.
 
@@ -103,6 +104,9 @@ def measure(rig: Rig, rounds: int, steps: int) -> dict[str, Any]:
             "one probe a block": Monitored(rig, nanguard.Monitor(probe_every=steps)),
         },
     )
+    if rig.mode == "compile":
+        uncompiled = nanguard.Monitor(probe_every=steps, probe_compiled=True)
+        variants["one probe a block, uncompiled"] = Monitored(rig, uncompiled)
     by_default = Monitored(rig, monitor)
     for each in (plain, *variants.values(), by_default):
         each.run(2 * steps)
@@ -111,12 +115,14 @@ def measure(rig: Rig, rounds: int, steps: int) -> dict[str, Any]:
     timings = interleave(rig, plain, dict(variants), rounds, steps)
     ratio = {name: timings[name]["ratio"]["median"] for name in timings}
     probe = (ratio["one probe a block"] - ratio["ordinary steps"]) * steps
-    memory = {name: peak_memory(rig, variants[name], steps) for name in ("ordinary steps", "one probe a block")}
+    memory = {name: peak_memory(rig, each, steps) for name, each in variants.items()}
+    whole = ratio.get("one probe a block, uncompiled")
     return {
         "mode": rig.mode,
         "workload": str(rig.workload),
         "variants": timings,
         "probe_costs_steps": probe,
+        "uncompiled_probe_costs_steps": None if whole is None else (whole - ratio["ordinary steps"]) * steps,
         "probe_costs_by_its_own_clock": monitor.probe_cost,
         "probe_every": monitor.probe_every,
         "cost_at_the_default": ratio["ordinary steps"] - 1 + probe / monitor.probe_every,
@@ -145,6 +151,9 @@ def markdown(result: dict[str, Any]) -> str:
     for name in ("without, again", "ordinary steps", "one probe a block"):
         ratios = [section["variants"][name]["ratio"] for section in sections]
         row(name, [f"{r['median']:.4f} ({r['p10']:.4f} to {r['p90']:.4f})" for r in ratios])
+    uncompiled = [s["uncompiled_probe_costs_steps"] for s in sections]
+    if any(uncompiled):
+        row("a probe without compilation costs", ["" if c is None else f"{c:.2f} steps" for c in uncompiled])
     row("a probe costs", [f"{s['probe_costs_steps']:.2f} steps" for s in sections])
     row("by the monitor's own clock", [f"{s['probe_costs_by_its_own_clock']:.2f} steps" for s in sections])
     row("the default probes one step in", [f"{s['probe_every']:,}" for s in sections])

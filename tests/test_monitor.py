@@ -366,6 +366,34 @@ def test_a_compiled_model_is_not_traced_and_not_compiled_again() -> None:
     assert kinds == {"gradient", "update"}
 
 
+def test_a_compiled_model_is_probed_without_compilation_if_that_is_asked_for() -> None:
+    """Ordinary steps run what was compiled before, once each, and nothing is compiled again."""
+    compiled, called = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+
+        def run(*args: Any) -> Any:
+            called.append(len(compiled))
+            return graph.forward(*args)
+
+        return run
+
+    torch.manual_seed(0)
+    model = torch.compile(TinyNet(), backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = Monitor(probe_every=3, probe_compiled=True)
+    guard = nanguard.Guard(model, optimizer, precision="bf16", observers=[monitor])
+    for batch in make_batches(12):
+        guard.step(loss_fn, batch)
+    assert len(compiled) == 1
+    assert len(called) == 8, "four of twelve steps were probed"
+    watched = [Quantity.from_key(key) for key in monitor.state_dict()["warner"]["watched"]]
+    assert {"overflow", "gradient", "update"} <= {quantity.kind for quantity in watched}
+    assert {"fp32", "bf16"} <= {quantity.form for quantity in watched}
+    assert monitor.headroom()
+
+
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("probe_every", [3, "auto"])

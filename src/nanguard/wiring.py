@@ -86,12 +86,23 @@ def make_engine(
             prepare=lambda facts: recovery.prepare(facts),
         )
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
-    for observer in parts.journal.observers:
-        if isinstance(observer, Monitor):
-            heard = recovery.alerts.hear if parts.ranks.size == 1 else _only_shown  # each rank has its own warnings
-            observer.bind(parts.state.model, parts.journal.note, heard)
+    _bind_monitors(parts, recovery)
     engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
     return engine, recovery
+
+
+def _bind_monitors(parts: StepParts, recovery: Recovery) -> None:
+    """If each rank has a monitor, they forecast alike. Else a rank's warnings are its own, and are only shown."""
+    monitors = [each for each in parts.journal.observers if isinstance(each, Monitor)]
+    are_alike = parts.ranks.size > 1 and parts.ranks.lowest(int(len(monitors) == 1)) == 1
+    for monitor in monitors:
+        monitor.bind(
+            parts.state.model,
+            parts.journal.note,
+            optimizers=parts.state.optimizers,
+            alerted=recovery.alerts.hear if are_alike or parts.ranks.size == 1 else _only_shown,
+            ranks=parts.ranks if are_alike else None,
+        )
 
 
 def _only_shown(alert: Alert) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from nanguard import _compat
+from nanguard.monitor.agreement import Agreement
 from nanguard.monitor.pace import FIRST_EVERY, Pace
 from nanguard.monitor.probe import Measured, Probe, gathered, read
 from nanguard.monitor.quantities import KINDS, Quantity
 from nanguard.monitor.series import MOST_POINTS
-from nanguard.monitor.warner import SCALE, Warner
+from nanguard.monitor.signals import moment_lag, spectral_growth
+from nanguard.monitor.warner import SCALE, Samples, Warner
 from nanguard.records.alert import Alert
 from nanguard.records.steps import Outcome
 from nanguard.state.names import plain_name, unwrapped
 from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.step.observers import Observer
+from nanguard.step.ranks import Ranks
 
 log = logging.getLogger("nanguard")
 
@@ -31,6 +36,9 @@ _SAMPLE = 4096
 
 _FEWEST_ELEMENTS = 64
 """Of smaller gradients it says little how many elements are zero."""
+
+_FEWEST_CALLS = 4
+"""A module that is called so many times in one pass of the model is taken for a recurrent one."""
 
 _MODULES_TOLD = 16
 
@@ -52,7 +60,8 @@ class Monitor(Observer):
     ``probe_every="auto"`` chooses the number so that probes take ``budget`` of the time on average. ``kinds`` are the
     kinds of quantities that may raise a warning (see ``quantities.QuantityKind``). ``alerts`` has all that was told.
     Ordinary steps cost nothing but the loss, which the host knows anyway; no step syncs. A model that was compiled is
-    not probed op by op: only its weights and gradients are.
+    not probed op by op: only its weights and gradients are. With ``probe_compiled=True`` the steps that are probed run
+    without compilation, so that its ops are seen; such a step may differ in its last bits, and needs more memory.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class Monitor(Observer):
         probe_every: int | Literal["auto"] = "auto",
         budget: float = _BUDGET,
         kinds: Collection[str] = KINDS,
+        probe_compiled: bool = False,
     ) -> None:
         if probe_every != "auto" and not (isinstance(probe_every, int) and probe_every >= 1):
             raise ValueError(f"probe_every must be 'auto' or a whole number from 1, got {probe_every!r}")
@@ -73,6 +83,8 @@ class Monitor(Observer):
         self._model: nn.Module | None = None
         self._note: Callable[..., None] = lambda event, **fields: None
         self._alerted: Callable[[Alert], None] = lambda alert: None
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._vectors: dict[str, Tensor] = {}
         self._probe: Probe | None = None
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
         self._pending: list[_Pending] = []
@@ -82,6 +94,11 @@ class Monitor(Observer):
         self._num_probes = 0
         self._next = 0
         self._works, self._traces, self._is_claimed = True, True, False
+        self._probes_compiled = probe_compiled
+        self._uncompiled: contextlib.AbstractContextManager[Any] | None = None
+        self._agreement: Agreement | None = None
+        self._wish = self._every
+        self._to_submit: list[int] = []
 
     def __repr__(self) -> str:
         return "the early warning"
@@ -92,17 +109,27 @@ class Monitor(Observer):
         return is_free
 
     def bind(
-        self, model: nn.Module, note: Callable[..., None], alerted: Callable[[Alert], None] = lambda alert: None
+        self,
+        model: nn.Module,
+        note: Callable[..., None],
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        alerted: Callable[[Alert], None] = lambda alert: None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Watch this model. ``note(event, **fields)`` is told of warnings (``alert``) and of rooms (``headroom``).
 
-        ``alerted`` is called with each warning that was raised, updated or withdrawn.
+        Of ``optimizers`` of Adam's kind the second moment is watched. ``alerted`` is called with each warning that was
+        raised, updated or withdrawn. ``ranks`` are those that all have a monitor: they forecast alike.
         """
         self._model, self._note, self._alerted = unwrapped(model), note, alerted
+        self._optimizers = tuple(optimizers)
         self._traces = not _is_compiled(model)
         first = next(self._model.parameters(), None)
-        if self._pace is not None and first is not None:
-            self._pace.use(first.device)
+        device = torch.device("cpu") if first is None else first.device
+        if self._pace is not None:
+            self._pace.use(device)
+        self._agreement = None if ranks is None else Agreement(ranks, device)
 
     @property
     def probe_every(self) -> int:
@@ -129,18 +156,28 @@ class Monitor(Observer):
         self._disarm()
         if _is_capturing():
             return
+        if self._agreement is not None:
+            self._agreement.collect()
         if self._before:
             self._post_updates(step)
         if self._pace is not None:
-            self._every = self._pace.begin(self._every)
-        if self._model is None or step < self._next or not self._works:
+            self._wish = self._pace.begin(self._wish)
+            self._every = self._wish if self._agreement is None else self._every
+        if self._model is None or step < self._next:
             return
         self._next = step + self._every
+        if self._agreement is not None:
+            self._to_submit.append(step + 1)  # also if this rank cannot probe any more: the others wait for it
+        if not self._works:
+            return
         self._num_probes += 1
         if self._pace is not None:
             self._pace.probe()
         self._probe = Probe(self._model)
-        if self._traces:
+        if not self._traces and self._probes_compiled:
+            self._uncompiled = _compat.without_compilation()
+            self._uncompiled.__enter__()
+        if self._traces or self._probes_compiled:
             self._probe.arm()  # a step of another optimizer may be probed at the moment
 
     @property
@@ -150,6 +187,8 @@ class Monitor(Observer):
 
     def on_measured(self, step: int, values: Tensor) -> None:
         probe = self._probe
+        if self._agreement is not None:
+            self._agreement.join()
         if probe is None or self._model is None:
             return
         self._disarm()
@@ -166,13 +205,21 @@ class Monitor(Observer):
         reading = outcome.verdict.reading
         if outcome.went_back:
             self._pending.clear()
+        if self._agreement is not None:
+            for agreed in self._agreement.arrived():
+                self._every = agreed.every
+                self._look(agreed.step, agreed.samples)
         if not outcome.applied:  # its values say nothing about the steps to come
             self._pending = [each for each in self._pending if each.step != reading.step]
             self._before, self._samples = [], {}
+            self._to_submit = [step for step in self._to_submit if step - reading.step not in (0, 1)]
             return
-        self._warner.hear(reading.loss)
+        self._warner.hear(reading.loss if self._agreement is None else reading.mean_loss)
         while self._pending and self._pending[0].step <= reading.step:
             self._take(self._pending.pop(0))
+        if self._agreement is not None and self._to_submit and self._to_submit[0] <= reading.step:
+            samples, self._samples = self._samples, {}
+            self._agreement.submit(self._to_submit.pop(0), samples, self._wish)
 
     def on_close(self, num_steps: int, counts: Mapping[str, int]) -> None:
         self._disarm()
@@ -181,6 +228,9 @@ class Monitor(Observer):
         if self._probe is not None:
             self._probe.disarm()
             self._probe = None
+        if self._uncompiled is not None:
+            self._uncompiled.__exit__(None, None, None)
+            self._uncompiled = None
 
     # ---- weights and gradients -----------------------------------------------------------------------------------
 
@@ -195,8 +245,31 @@ class Monitor(Observer):
             if param.numel() >= _FEWEST_ELEMENTS:
                 probe.quantities.append((Quantity(kind="gradient", module=module, op=name), 1))
                 probe.values.append(param.grad.count_nonzero())
+                self._measure_moment(probe, param, module, name)
+            if probe.calls[module] >= _FEWEST_CALLS and param.dim() == 2 and param.shape[0] == param.shape[1]:
+                self._measure_growth(probe, param, module, name)
             if param.dim() >= 2 and param.is_contiguous():  # biases pass through zero: their size says little
                 self._before.append((full_name, param, param.detach().view(-1)[:_SAMPLE].clone()))
+
+    def _measure_moment(self, probe: Probe, param: nn.Parameter, module: str, name: str) -> None:
+        """The gradient against Adam's second moment, which is that of the steps before."""
+        for optimizer in self._optimizers:
+            state, betas = optimizer.state.get(param, {}), optimizer.defaults.get("betas")
+            moment = state.get("exp_avg_sq")
+            if _is_like(moment, param) and isinstance(betas, tuple) and "step" in state:
+                assert param.grad is not None
+                grad, moment = (each.detach().reshape(-1)[:_SAMPLE] for each in (param.grad, moment))
+                probe.quantities.append((Quantity(kind="moment", module=module, op=name), 2))
+                lag = moment_lag(grad, moment, state["step"], betas[1])
+                probe.values += [lag, torch.full_like(lag, 1 / (1 - betas[1]))]
+
+    def _measure_growth(self, probe: Probe, weight: nn.Parameter, module: str, name: str) -> None:
+        """What a weight that is applied again and again makes of a vector in one pass of the model."""
+        key, form = f"{module}.{name}", probe.forms.get(module, "")
+        growth, self._vectors[key] = spectral_growth(weight.detach(), self._vectors.get(key))
+        if form:
+            probe.quantities.append((Quantity(kind="spectral", module=module, op=name, form=form), 1))
+            probe.values.append(growth.double() ** probe.calls[module])
 
     @torch.no_grad()
     def _post_updates(self, step: int) -> None:
@@ -225,24 +298,30 @@ class Monitor(Observer):
         self._samples |= read(pending.quantities, values, scale if 0 < scale < math.inf else 1.0)
         if 0 < scale < math.inf:
             self._samples[SCALE] = scale, 1.0
-        if not pending.is_last:
-            return
-        samples, self._samples = self._samples, {}
-        for told in self._warner.look(pending.step, samples):
+        if pending.is_last and self._agreement is None:
+            samples, self._samples = self._samples, {}
+            self._look(pending.step, samples)
+
+    def _look(self, step: int, samples: Samples) -> None:
+        for told in self._warner.look(step, samples):
             alert = replace(told, inside=self._holds(told))
             self.alerts.append(alert)
             self._note("alert", **alert.as_dict(), message=alert.message)
             self._alerted(alert)
         if self._num_probes % _stride(self._num_probes) == 0:
             rooms = list(self.headroom().items())[:_MODULES_TOLD]
-            self._note("headroom", step=pending.step, rooms={name: round(room, 2) for name, room in rooms})
+            self._note("headroom", step=step, rooms={name: round(room, 2) for name, room in rooms})
 
     def _holds(self, alert: Alert) -> str:
-        """The smallest module that the value of a warning does not leave, by the last probe."""
-        for quantity, left in self._left.items():
-            if (quantity.module, quantity.op, quantity.form) == (alert.module, alert.op, alert.form):
-                return left.rpartition(".")[0]
-        return alert.module
+        """The smallest module around that of a warning whose own result has more room than the value, by one bit."""
+        full = [
+            left
+            for quantity, left in self._left.items()
+            if quantity.form == alert.form
+            and (left == alert.module or alert.module.startswith(f"{left}.") or not left)
+            and self._warner.room_of(quantity) <= alert.room + 1
+        ]
+        return min(full, key=len).rpartition(".")[0] if full else alert.module
 
     # ---- to be saved ---------------------------------------------------------------------------------------------
 
@@ -260,6 +339,10 @@ class Monitor(Observer):
 def _stride(number: int) -> int:
     """One in so many probes is told: a power of two that grows with the run."""
     return 1 << (number // (2 * MOST_POINTS)).bit_length()
+
+
+def _is_like(moment: Any, param: nn.Parameter) -> bool:
+    return isinstance(moment, Tensor) and moment.shape == param.shape and moment.device == param.device
 
 
 def _is_compiled(model: nn.Module) -> bool:

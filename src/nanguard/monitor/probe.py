@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nanguard import _compat, _compat_modes
-from nanguard.monitor.quantities import Quantity, largest, name_of, resolution, smallest
+from nanguard.monitor.quantities import Quantity, name_of, resolution
+from nanguard.monitor.signals import attention_bound, spread_over_batch
 from nanguard.state.names import plain_name
 
 log = logging.getLogger("nanguard")
@@ -67,6 +69,12 @@ _MAKERS = frozenset(
 )
 """Ops whose results are constants, random numbers or memory."""
 
+_ATTENTION = "scaled_dot_product"
+"""Fused kernels show nothing of their logits. Without such a kernel the ops are seen one by one."""
+
+_FEWEST_SAMPLES = 4
+"""Of fewer samples it says little how much they differ."""
+
 _MOST_VALUES = 50_000
 """More values than this are not measured in one step: something other than a step is running."""
 
@@ -91,6 +99,11 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._call: Any = None
         self._is_on = False
         self._made: dict[int, Quantity] = {}
+        self.calls: Counter[str] = Counter()
+        """How often each module was called in one call of the model, at most."""
+        self._calls: Counter[str] = Counter()
+        self.forms: dict[str, str] = {}
+        """The format of the last output of each module in the forward pass."""
         self.left: dict[Quantity, str] = {}
         """The outermost module that an output has left as a part of its result."""
         self.failure: Exception | None = None
@@ -136,6 +149,10 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._is_on and torch.is_grad_enabled():
             self._is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
+        if not self._stack:
+            self._calls.clear()
+        self._calls[name] += 1
+        self.calls[name] = max(self.calls[name], self._calls[name])
         self._stack.append(name)
         try:
             yield
@@ -151,6 +168,17 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 quantity = self._made.get(_compat.storage_key(tensor))
                 if quantity is not None:
                     self.left[quantity] = name
+            if any(param.dim() >= 2 for param in _compat.parameters_of(module).values() if param is not None):
+                self._measure_spread(name, result)
+
+    @torch.no_grad()
+    def _measure_spread(self, name: str, result: Any) -> None:
+        """How much the result differs between samples."""
+        for output in _plain_tensors(result):
+            form = name_of(output.dtype)
+            if form and output.dim() >= 2 and output.shape[0] >= _FEWEST_SAMPLES and output.numel():
+                self.quantities.append((Quantity(kind="collapse", module=name, form=form), 1))
+                self.values.append(spread_over_batch(output))
 
     # ---- each op -------------------------------------------------------------------------------------------------
 
@@ -159,13 +187,13 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.failure is not None or len(self.values) > _MOST_VALUES or _compat.is_recording():
             return result
         try:
-            self._follow(func, args, result)
+            self._follow(func, args, kwargs or {}, result)
         except Exception as error:  # measuring must not make the step fail
             log.debug("an op could not be measured: %s", func, exc_info=True)
             self.failure = error
         return result
 
-    def _follow(self, func: Any, args: Any, result: Any) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         node = _compat.current_node()
         if node is None and not torch.is_grad_enabled():
             return
@@ -179,6 +207,8 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self._measure_outputs(op, module, outputs, is_backward=node is not None)
             self._measure_operand(op, module, args, is_backward=node is not None)
+            if op.startswith(_ATTENTION) and node is None:
+                self._measure_attention(module, args, kwargs)
             self._note_floor(op, inputs, outputs)
 
     def _module_in_forward(self, inputs: list[Tensor]) -> str:
@@ -206,6 +236,7 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.quantities.append((quantity, 2))
                 self.values.extend(torch.aminmax(output))
                 if not is_backward:
+                    self.forms[module] = form
                     self._made[_compat.storage_key(output)] = quantity
 
     def _measure_operand(self, op: str, module: str, args: Any, *, is_backward: bool) -> None:
@@ -223,6 +254,12 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if floor is not None:
             self.values.append(floor)
         self.quantities.append((quantity, 1 if floor is None else 2))
+
+    def _measure_attention(self, module: str, args: Any, kwargs: Any) -> None:
+        q, k = args[:2]
+        if _is_plain(q) and _is_plain(k) and name_of(q.dtype) and q.numel() and k.numel():
+            self.quantities.append((Quantity(kind="attention", module=module, form=name_of(q.dtype)), 1))
+            self.values.append(attention_bound(q, k, kwargs.get("scale")))
 
     def _note_floor(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """``1 - p`` is never smaller than the resolution of 1, if it is not 0."""
@@ -289,10 +326,8 @@ def _value_and_limit(quantity: Quantity, values: list[float], scale: float) -> t
     if quantity.kind == "overflow":
         # A mask of -inf, or one of +inf, is left out.
         value = max((abs(each) for each in values if math.isfinite(each)), default=math.nan)
-        return value / scale if quantity.backward else value, largest(quantity.form)
-    if quantity.kind == "zero" and len(values) == 1:
-        return values[0], smallest(quantity.form)
-    return values[0], values[1] if len(values) == 2 else 1.0
+        return value / scale if quantity.backward else value, quantity.usual_limit
+    return values[0], values[1] if len(values) == 2 else quantity.usual_limit
 
 
 def _is_plain(value: Any) -> bool:

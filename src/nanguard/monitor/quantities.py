@@ -10,15 +10,31 @@ import torch
 
 from nanguard.diagnosis.causes import row_of
 
-QuantityKind = Literal["overflow", "zero", "gradient", "update", "loss", "scale"]
+QuantityKind = Literal[
+    "overflow", "zero", "gradient", "update", "loss", "scale", "attention", "moment", "spectral", "collapse"
+]
 """What a quantity is held against.
 
 ``overflow``: the largest output of an op, against the largest number of its format. ``zero``: the smallest operand of a
 logarithm, division or root, against the smallest number that it can be. ``gradient``: how many elements of a gradient
 are not exactly zero. ``update``: the size of an update against the size of the weight. ``loss``: the loss against three
-times its best. ``scale``: the loss scale against 1."""
+times its best. ``scale``: the loss scale against 1. ``attention``: the largest logit that queries and keys can have,
+against the largest number of their format. ``moment``: g² against Adam's v, up to where v is made of the last gradient
+alone. ``spectral``: what a recurrent weight makes of a vector in one pass, against the largest number of the format.
+``collapse``: the differences between the samples of a batch in an output, against the resolution of its format."""
 
-KINDS: tuple[QuantityKind, ...] = ("overflow", "zero", "gradient", "update", "loss", "scale")
+KINDS: tuple[QuantityKind, ...] = (
+    "overflow",
+    "zero",
+    "gradient",
+    "update",
+    "loss",
+    "scale",
+    "attention",
+    "moment",
+    "spectral",
+    "collapse",
+)
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 FORMATS = {name: dtype for dtype, name in _FORMATS.items()}
@@ -39,6 +55,9 @@ _ADVICE = {
     "gradient": "multiply the loss by a scale (LossScale, GradScaler), or use bf16 or fp32",
     "update": "lower the learning rate",
     "loss": "lower the learning rate, or stop the rise of it",
+    "moment": "clip gradients by their norm, lower beta2, or lower the learning rate",
+    "spectral": "normalise the hidden state or the weight, clip gradients, or lower the learning rate",
+    "collapse": "add a term to the loss that keeps samples apart, or lower the learning rate",
 }
 
 
@@ -77,11 +96,20 @@ class Quantity:
     @property
     def is_below(self) -> bool:
         """Whether healthy values are below the limit."""
-        return self.kind in ("overflow", "update", "loss")
+        return self.kind not in ("zero", "gradient", "scale", "collapse")
+
+    @property
+    def usual_limit(self) -> float:
+        """The limit, unless another one was measured with the value."""
+        if self.kind in ("overflow", "attention", "spectral"):
+            return largest(self.form)
+        if self.kind == "zero":
+            return smallest(self.form)
+        return resolution(self.form) if self.kind == "collapse" else 1.0
 
     def most(self, limit: float) -> float:
         """The room of a value of 1. Small values that grow up to 1 are no danger, nor are large ones that fall to 1."""
-        return abs(math.log2(limit)) if self.kind in ("overflow", "zero") else math.inf
+        return math.inf if self.kind in ("gradient", "update", "loss", "scale") else abs(math.log2(limit))
 
     @property
     def cause(self) -> str:
@@ -92,6 +120,8 @@ class Quantity:
             if self.form == "fp16":
                 return "overflow_fp16"
             return "gradient_explosion" if self.backward else "overflow_any_precision"
+        if self.kind == "attention":
+            return "overflow_fp16" if self.form == "fp16" else "overflow_any_precision"
         return "loss_scale_overflow" if self.kind == "scale" else ""
 
     @property
@@ -109,6 +139,10 @@ class Quantity:
             "update": f"update of {self.op} in relation to the weight",
             "loss": "loss",
             "scale": "loss scale",
+            "attention": f"largest possible attention logit in {self.form}",
+            "moment": f"square of the gradient of {self.op} in relation to Adam's second moment",
+            "spectral": f"growth by {self.op} over a pass in {self.form}",
+            "collapse": f"differences between samples in the output in {self.form}",
         }[self.kind]
 
     def reason(self, now: float, limit: float) -> str:
@@ -120,6 +154,10 @@ class Quantity:
             "update": "is to become as large as the weight itself",
             "loss": f"is rising, and to be three times its best ({limit:.4g})",
             "scale": "is to fall below 1",
+            "attention": f"is to pass {limit:.5g}, the largest number there is,",
+            "moment": f"is to reach {limit:.4g}, where one gradient is all that the moment is made of,",
+            "spectral": f"is to pass {limit:.5g}, the largest number there is,",
+            "collapse": "are to vanish, so that all samples are the same,",
         }[self.kind]
         shown = f"{now:.0f}" if self.kind == "gradient" else f"{now:.3g}"
         return f"{self.words}, now {shown}, {means}"

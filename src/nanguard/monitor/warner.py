@@ -84,6 +84,11 @@ class Warner:
                 least[quantity.module] = min(room, least.get(quantity.module, math.inf))
         return least
 
+    def room_of(self, quantity: Quantity) -> float:
+        """Its room by the last look; infinite if it was not seen."""
+        watched = self._watched.get(quantity)
+        return watched.series.rooms[-1] if watched is not None and watched.series.rooms else math.inf
+
     def hear(self, loss: float) -> None:
         """The loss of a step that was applied."""
         if math.isfinite(loss):

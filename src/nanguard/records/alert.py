@@ -11,7 +11,14 @@ AlertState = Literal["raised", "updated", "withdrawn"]
 
 Severity = Literal["warning", "critical"]
 
-_COARSE = (("overflow", "fp16"), ("zero", "fp16"), ("zero", "bf16"), ("gradient", "fp16"))
+_COARSE = (
+    ("overflow", "fp16"),
+    ("attention", "fp16"),
+    ("spectral", "fp16"),
+    ("zero", "fp16"),
+    ("zero", "bf16"),
+    ("gradient", "fp16"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,6 +95,7 @@ class StepContext:
             # A kept module gives its results back in half precision: if they are what grows, that does not help.
             inside = self.verdict.alert.inside
             inside = self.verdict.alert.module if inside is None else inside
+            _, inside = self._parts.ranks.share(inside)  # other ranks may have run other modules
             return self._mitigations.keep_around(inside if scope == "module" else "", step, retry_after)
         known = () if self.diagnosis is None else self.diagnosis.modules_to_keep
         if not self._mitigations.can_raise_precision and not known:

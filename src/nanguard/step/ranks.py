@@ -56,6 +56,8 @@ class Ranks:
         self.rank = dist.get_rank(group) if together else 0
         self.votes = _COLUMNS * self.size if together else 0
         self._own = torch.zeros((), dtype=torch.float32, device=device)
+        self._joined: Tensor | None = None
+        self._maxima: Tensor | None = None
         self._shows_own = _LOSS if averaged else _GRADIENTS
         self._sees_own = together and isinstance(model, DistributedDataParallel) and self._watch_buckets(model)
 
@@ -69,8 +71,20 @@ class Ranks:
                 raise_flag_(row[column], measured)
         row[_OWN].copy_(self._own if self._sees_own else row[self._shows_own])
         row[_VALUE].copy_(torch.nan_to_num(loss[0], posinf=math.inf, neginf=-math.inf))
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        return votes
+        joined, self._joined = self._joined, None
+        together = votes if joined is None else torch.cat([votes, joined])
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
+        self._maxima = None if joined is None else together[self.votes :]
+        return together[: self.votes]
+
+    def join(self, values: Tensor) -> None:
+        """Takes the maximum of these over ranks together with the next vote. All ranks must join as many values."""
+        self._joined = values
+
+    def take_maxima(self) -> Tensor | None:
+        """The maxima of what was joined last; None if the last vote was without."""
+        maxima, self._maxima = self._maxima, None
+        return maxima
 
     @staticmethod
     def decision(votes: Tensor) -> Tensor:
