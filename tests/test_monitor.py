@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
-from nanguard.monitor import pace
+from nanguard.monitor import pace, signals
 from nanguard.monitor.observer import Monitor
 from nanguard.monitor.probe import Probe
 from nanguard.monitor.quantities import KINDS, Quantity, resolution, smallest
@@ -248,6 +248,93 @@ def test_masks_are_left_out_and_formats_are_those_of_the_ops() -> None:
     assert forms == {"bf16"}
     masked = next(value for q, (value, _) in found.items() if q.op == "masked_fill" and not q.backward)
     assert 0 < masked < 10
+
+
+# ---- single signals --------------------------------------------------------------------------------------------------
+
+
+def test_the_bound_of_attention_logits_holds_and_is_reached() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+    logits = q @ k.transpose(-1, -2) / 8**0.5
+    assert signals.attention_bound(q, k, None) >= logits.abs().max()
+    one = torch.full((1, 1, 1, 8), 3.0)
+    assert signals.attention_bound(one, one, 0.5).item() == pytest.approx(0.5 * 72)
+    half = torch.full((1, 1, 1, 64), 600.0, dtype=torch.float16)
+    assert signals.attention_bound(half, half, 1.0).item() > LIMIT, "it does not overflow itself"
+
+
+def test_a_gradient_that_is_as_before_is_level_with_adams_moment_and_a_larger_one_ahead() -> None:
+    param = nn.Parameter(torch.zeros(100))
+    adam = torch.optim.Adam([param], betas=(0.9, 0.99))
+    for _ in range(5):
+        param.grad = torch.full((100,), 0.1)
+        adam.step()
+    state = adam.state[param]
+    moment, step = state["exp_avg_sq"], state["step"]
+    assert signals.moment_lag(param.grad, moment, step, 0.99).item() == pytest.approx(1.0, rel=1e-4)
+    assert signals.moment_lag(10 * param.grad, moment, step, 0.99).item() == pytest.approx(100.0, rel=1e-4)
+    assert signals.moment_lag(param.grad, torch.zeros(100), step, 0.99).item() == 0.0
+    assert math.isnan(signals.moment_lag(torch.full((100,), math.nan), moment, step, 0.99).item())
+
+
+def test_the_growth_of_a_recurrent_weight_is_its_spectral_radius() -> None:
+    turn = torch.tensor([[0.6, -0.8], [0.8, 0.6]])  # complex eigenvalues, of size 1
+    weight = torch.block_diag(0.5 * torch.eye(3), 1.25 * turn)
+    vector = None
+    for _ in range(6):
+        growth, vector = signals.spectral_growth(weight, vector)
+    assert growth.item() == pytest.approx(1.25, rel=1e-2)
+    bad, after = signals.spectral_growth(weight * math.nan, vector)
+    assert math.isnan(bad.item())
+    assert after.isfinite().all(), "a NaN leaves no trace"
+
+
+def test_the_spread_over_a_batch_vanishes_if_samples_are_the_same() -> None:
+    torch.manual_seed(0)
+    outputs = torch.randn(8, 4, 3)
+    assert 0.1 < signals.spread_over_batch(outputs).item() < 1
+    assert signals.spread_over_batch(outputs[:1].expand(8, 4, 3)).item() == 0.0
+    nearly = torch.ones(8, 4) + 1e-5 * torch.randn(8, 4)
+    assert signals.spread_over_batch(nearly).item() == pytest.approx(1e-5, rel=0.9)
+
+
+class Recurrent(nn.Module):
+    """Attention with a fused kernel, and a cell that is called ten times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.cell, self.out = nn.Linear(6, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inp(x).view(2, 1, -1, 8)
+        h = nn.functional.scaled_dot_product_attention(q, q, q).reshape(-1, 8)
+        for _ in range(10):
+            h = self.cell(h)
+        return self.out(h)
+
+
+def test_each_signal_is_seen_where_it_is_and_its_limit_is_that_of_the_format() -> None:
+    model, optimizer = build(lambda p: torch.optim.AdamW(p, lr=1e-3), model=Recurrent())
+    monitor = Monitor(probe_every=2)
+    guard = nanguard.Guard(model, optimizer, precision="bf16", observers=[monitor])
+    for batch in make_batches(6):
+        guard.step(loss_fn, batch)
+    guard.close()
+    watched = monitor.state_dict()["warner"]["watched"]
+    found = {Quantity.from_key(key): each for key, each in watched.items()}
+    where = {kind: {(q.module, q.op, q.form) for q in found if q.kind == kind} for kind in KINDS}
+    assert where["attention"] == {("inp", "", "bf16")}, "ops of the model itself belong to whoever made the operand"
+    assert where["spectral"] == {("cell", "weight", "bf16")}
+    assert {module for module, _, _ in where["collapse"]} == {"inp", "cell", "out"}
+    assert where["moment"] == {("cell", "weight", "")}, "small ones say little"
+    limits = {q.kind: each["limit"] for q, each in found.items()}
+    assert limits["spectral"] == limits["attention"] == torch.finfo(torch.bfloat16).max
+    assert limits["moment"] == pytest.approx(1000)
+    assert limits["collapse"] == resolution("bf16")
+    radius = torch.linalg.eigvals(model.cell.weight.detach()).abs().max().item()
+    room = next(each["rooms"][-1] for q, each in found.items() if q.kind == "spectral")
+    assert room == pytest.approx(math.log2(limits["spectral"]) - 10 * math.log2(radius), abs=4)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
