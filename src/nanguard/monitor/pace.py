@@ -29,6 +29,7 @@ class Pace:
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._on_cuda = False
+        self._device: torch.device | None = None
         self._stamps: deque[tuple[Any, int]] = deque()
         self._since = -1
         self._ordinary: deque[float] = deque(maxlen=32)
@@ -38,7 +39,7 @@ class Pace:
 
     def use(self, device: torch.device) -> None:
         """Measure on the clock of this device."""
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda, self._device = device.type == "cuda", device
 
     def begin(self, every: int) -> int:
         """A step begins, and the one before it is over. Returns how many steps to probe one of. Does not sync."""
@@ -79,7 +80,7 @@ class Pace:
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _has_passed(self, stamp: Any) -> bool:
