@@ -57,7 +57,7 @@ def predict(path: Path, device: str = "cpu") -> Prediction:
         model,
         optimizer,
         precision=facts["precision"],
-        loss_scale=_scale_of(case) if facts.get("loop") == "scaler" else None,
+        loss_scale=scale_of(case) if facts.get("loop") == "scaler" else None,
         max_norm=None,
         policy=nanguard.Policy(divergence=None),
         snapshots="auto" if device == "cpu" else nanguard.Snapshots(where="host"),
@@ -104,7 +104,7 @@ def _is_explained(guard: nanguard.Guard) -> bool:
     return any(i.diagnosis is not None and i.diagnosis.op for i in guard.incidents) or len(guard.incidents) > 6
 
 
-def _scale_of(case: ModuleType) -> nanguard.LossScale | None:
+def scale_of(case: ModuleType) -> nanguard.LossScale | None:
     scaler = case.make_scaler()
     if not scaler.is_enabled():
         return None

@@ -27,7 +27,7 @@ LAYERS = [
     {"guard", "hosted", "standalone"},
     {"integrations"},
     {"autopilot"},
-    {"checkpoint", "checkup", "replay", "report", "testing"},
+    {"checkpoint", "checkup", "preflight_checks", "replay", "report", "testing"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -195,6 +195,7 @@ def test_the_public_names_are_these() -> None:
         "__version__",
         "diagnose",
         "install",
+        "preflight",
         "read_run",
     ]
     assert all(hasattr(nanguard, name) for name in nanguard.__all__)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Skip,
         TakeSnapshot,
     )
+    from nanguard.preflight_checks.flight import preflight
     from nanguard.records.diagnosis import Diagnosis
     from nanguard.runlog.reader import read_run
     from nanguard.standalone import diagnose
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "diagnose",
     "install",
+    "preflight",
     "read_run",
 ]
 
@@ -82,6 +84,7 @@ _HOME = {
     "ZScore": "numerics.clip",
     "diagnose": "standalone",
     "install": "autopilot.entry",
+    "preflight": "preflight_checks.flight",
     "read_run": "runlog.reader",
 }
 

@@ -48,7 +48,7 @@ def diagnose(
     if depth not in ("full", "brief"):
         raise ValueError(f"depth must be 'full' or 'brief', got {depth!r}")
     inner = unwrapped(model)
-    parts = _parts(inner, optimizer, precision, loss_scale)
+    parts = parts_of_step(inner, optimizer, precision, loss_scale)
     pending = PendingStep(0, 0, None, True, 1)
     pending.training = [(module, module.training) for module in parts.modules]
     own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
@@ -73,7 +73,8 @@ def diagnose(
     return diagnosis
 
 
-def _parts(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> StepParts:
+def parts_of_step(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> StepParts:
+    """The parts of a step outside of a guard. Without an optimizer, no step moves the weights."""
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import nanguard
-from nanguard.cli import check, demo, doctor, explain, replay, report, run, watch
+from nanguard.cli import check, demo, doctor, explain, preflight, replay, report, run, watch
 
 app = typer.Typer(name="nanguard", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -32,7 +32,7 @@ def _nanguard(
     """Keeps mixed-precision PyTorch training finite: a NaN or Inf never reaches weights or optimizer state."""
 
 
-for command in (run, watch, report, explain, replay, check, doctor, demo):
+for command in (run, watch, report, explain, replay, check, doctor, preflight, demo):
     name = command.__name__.rpartition(".")[2]
     context = getattr(command, "CONTEXT", None)
     app.command(epilog=_examples(command.EXAMPLES), context_settings=context)(getattr(command, name))

@@ -30,7 +30,7 @@ _OPERANDS = {"log": 0, "log2": 0, "log10": 0, "div": 1, "reciprocal": 0, "sqrt":
 _DIFFERENCES = ("sub", "rsub")
 """What they leave of nearly equal numbers is a multiple of the resolution."""
 
-_MAKERS = frozenset(
+MAKERS = frozenset(
     [
         "alias",
         "arange",
@@ -227,7 +227,7 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "" if number is None else self._nodes.get(number, "")
 
     def _measure_outputs(self, op: str, module: str, outputs: list[Tensor], *, is_backward: bool) -> None:
-        if op in _MAKERS:
+        if op in MAKERS:
             return
         for output in outputs:
             form = name_of(output.dtype)

@@ -143,6 +143,16 @@ def calling_line() -> Place | None:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def calling_point() -> tuple[Place, int] | None:
+    """The user's line that is being executed below a boundary, and which call of that line it is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _BOUNDARIES:
+        if is_users_file(frame.f_code.co_filename):
+            return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name), frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
 def source_of(place: Place | None) -> Source | None:
     """The source record of a place, with the text of its line."""
     if place is None:

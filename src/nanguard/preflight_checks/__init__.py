@@ -1,0 +1,1 @@
+"""Leans on a model before a run, and lists what breaks and what nearly does."""

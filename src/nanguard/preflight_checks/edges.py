@@ -1,0 +1,120 @@
+"""How far the operands of dangerous ops are from the edge of their domain, as numbers that have a gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nanguard.source.frames import Place, calling_point
+
+Margin = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DangerSite:
+    """A line of the program, the op that it calls there, and which call of the line it is."""
+
+    place: Place
+    op: str
+    call: int
+
+
+def _above_zero(operand: Tensor) -> Tensor:
+    return operand.amin()
+
+
+def _from_zero(operand: Tensor) -> Tensor:
+    return operand.abs().amin()
+
+
+def _below_all(operand: Tensor) -> Tensor:
+    return -operand.amax()
+
+
+def _inside_one(operand: Tensor) -> Tensor:
+    return (1 - operand.abs()).amin()
+
+
+_MARGINS: dict[str, Margin] = {
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma"), _above_zero),
+    **dict.fromkeys(("reciprocal",), _from_zero),
+    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), _below_all),
+    **dict.fromkeys(("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv"), _inside_one),
+    "log1p": lambda operand: (1 + operand).amin(),
+    "acosh": lambda operand: (operand - 1).amin(),
+    "logit": lambda operand: torch.minimum(operand, 1 - operand).amin(),
+}
+"""Functions of one operand. A margin gets smaller as the operand comes nearer to the edge."""
+
+_DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__div__")
+_FROM_RIGHT = ("__rtruediv__", "__rdiv__")
+_POWERS = ("pow", "__pow__", "float_power")
+_RESULTS: dict[str, Margin] = {"std": _above_zero, "hypot": _above_zero}
+"""Ops whose derivative has its edge where the result is 0."""
+
+
+class EdgeWatch(TorchFunctionMode):
+    """Notes the margin of each dangerous op that the program calls, by its line, while gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.margins: dict[DangerSite, Tensor] = {}
+        self.signs: dict[DangerSite, tuple[float, float]] = {}
+        """The lowest and the highest denominator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            name = str(getattr(func, "__name__", "")).rstrip("_") if not _is_special(func) else func.__name__
+            for operand, margin in _operands(name, args, result):
+                if operand.requires_grad and operand.is_floating_point() and operand.numel():
+                    self._note(name, operand, margin)
+        return result
+
+    def _note(self, name: str, operand: Tensor, margin: Margin) -> None:
+        called = calling_point()
+        if called is None:
+            return
+        site, value = DangerSite(called[0], name, called[1]), margin(operand.float())
+        if margin is _from_zero:
+            low, high = (float(each) for each in torch.aminmax(operand.detach()))
+            before = self.signs.get(site, (low, high))
+            self.signs[site] = min(low, before[0]), max(high, before[1])
+        earlier = self.margins.get(site)
+        self.margins[site] = value if earlier is None else torch.minimum(earlier, value)
+
+
+def _is_special(func: Any) -> bool:
+    return str(getattr(func, "__name__", "")).startswith("__")
+
+
+def _operands(name: str, args: Any, result: Any) -> Iterator[tuple[Tensor, Margin]]:
+    """What may come too near to an edge in this call."""
+    first, second = (args[0] if args else None), (args[1] if len(args) > 1 else None)
+    if name in _MARGINS and isinstance(first, Tensor):
+        yield first, _MARGINS[name]
+    elif name in _DIVISIONS and isinstance(second, Tensor):
+        yield second, _from_zero
+    elif name in _FROM_RIGHT and isinstance(first, Tensor):
+        yield first, _from_zero
+    elif name in _POWERS and isinstance(first, Tensor) and isinstance(second, (int, float)):
+        if second != int(second):
+            yield first, _above_zero
+        elif second < 0:
+            yield first, _from_zero
+    elif name in _RESULTS and isinstance(result, Tensor):
+        yield result, _RESULTS[name]
+
+
+@contextlib.contextmanager
+def edges_watched() -> Iterator[EdgeWatch]:
+    """Inside, the margins of the program's calls are noted."""
+    watch = EdgeWatch()
+    with watch:
+        yield watch

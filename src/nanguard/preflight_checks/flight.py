@@ -1,0 +1,231 @@
+"""``nanguard.preflight``: leans on a model for some minutes, and puts everything back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nanguard.diagnosis.exam import ParameterSizes, Past
+from nanguard.preflight_checks.findings import FindingList
+from nanguard.preflight_checks.headroom import without_room
+from nanguard.preflight_checks.record import PreflightReport, Reach
+from nanguard.preflight_checks.rehearsal import Rehearsal
+from nanguard.preflight_checks.search import Searcher
+from nanguard.preflight_checks.stresses import LegalBatches
+from nanguard.run_folder import RunFolder
+from nanguard.step.pending import LossFn
+from nanguard.step.precision import LossScale
+
+Progress = Callable[[str, float], None]
+"""Is told what is being done, and how much of the time is used, from 0 to 1."""
+
+_STEPS = 20
+_DRAWS = 16
+_MOST_BATCHES = 64
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradients that are all 0": torch.zeros_like,
+    "gradients as small as they get": lambda p: torch.full_like(p, torch.finfo(p.dtype).smallest_normal),
+}
+FACTOR = 10.0
+"""By which learning rate and loss are raised."""
+
+
+def preflight(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    more_batches: Sequence[Any] = (),
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    loss_scale: LossScale | None = None,
+    minutes: float = 3.0,
+    run_dir: str | Path | RunFolder | None = None,
+    progress: Progress | None = None,
+) -> PreflightReport:
+    """Looks for inputs, settings and weights on which training would become non-finite, before the run.
+
+    ``loss_fn(model, batch)`` returns the loss, or ``(loss, aux)``. ``batch`` and ``more_batches`` are healthy ones;
+    what counts as a legal input is derived from them, so several are better than one. With an ``optimizer`` its
+    updates are tried too, and a learning rate that is ten times higher. ``loss_scale`` is that of fp16 training.
+
+    Each finding says where, why and what to do, and is saved to ``run_dir`` for ``nanguard replay``, unless that is
+    None. Stops after ``minutes``. Weights, optimizer state, buffers, gradients and random states are afterwards as they
+    were. Waits for the device. Raises what ``loss_fn`` raises on the given batch.
+    """
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise ValueError(
+            "nanguard.preflight(model, loss_fn, batch) needs a torch.nn.Module and a function of (model, batch), got "
+            f"{type(model).__name__} and {type(loss_fn).__name__}"
+        )
+    if not minutes > 0:
+        raise ValueError(f"minutes must be above 0, got {minutes!r}")
+    rehearsal = Rehearsal(model, loss_fn, optimizer, precision, loss_scale)
+    batches = [batch, *itertools.islice(more_batches, _MOST_BATCHES - 1)]
+    return _Flight(rehearsal, batches, minutes * 60, run_dir, progress or (lambda words, share: None)).report()
+
+
+class _Flight:
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        batches: Sequence[Any],
+        seconds: float,
+        run_dir: str | Path | RunFolder | None,
+        progress: Progress,
+    ) -> None:
+        self._rehearsal, self._batches = rehearsal, batches
+        self._seconds, self._began, self._progress = seconds, time.monotonic(), progress
+        self._findings = FindingList(rehearsal, run_dir)
+        self._legal = LegalBatches(batches)
+        self._not_done: list[str] = []
+
+    def report(self) -> PreflightReport:
+        for words, stage in self._stages().items():
+            if self._not_done:
+                self._not_done.append(words)
+                continue
+            with self._rehearsal.untouched():
+                for _ in stage():
+                    self._progress(words, min(1.0, self._used / self._seconds))
+                    if self._used > self._seconds:
+                        self._not_done.append(words)
+                        break
+        return PreflightReport(
+            findings=self._findings.all(),
+            num_steps=self._rehearsal.num_steps,
+            seconds=round(self._used, 1),
+            not_done=tuple(self._not_done),
+            refused=tuple(self._findings.refused),
+        )
+
+    def _stages(self) -> dict[str, Callable[[], Iterator[None]]]:
+        """What to do, in order: what needs least to happen comes first."""
+        precision, with_optimizer = self._rehearsal.parts.precision, self._rehearsal.has_optimizer
+        return {
+            "training on the given batches": self._train,
+            "extreme inputs": self._stress,
+            "other random numbers": self._draw,
+            **({"extreme gradients": self._update} if with_optimizer else {}),
+            "a search for inputs": self._search_inputs,
+            **({"a higher learning rate": self._raise_learning_rate} if with_optimizer else {}),
+            **({"a larger loss": self._raise_loss} if precision.name == "fp16" and precision.scaler is None else {}),
+            "a search for weights": self._search_weights,
+        }
+
+    @property
+    def _used(self) -> float:
+        return time.monotonic() - self._began
+
+    # ---- the stages: each yields after some steps, so that the time can be looked at --------------------------------
+
+    def _train(self) -> Iterator[None]:
+        """A few steps as they are, with every op watched in the first."""
+        result = self._rehearsal.result(self._batches[0])
+        if result.error is not None and not self._try("the first batch", self._batches[0], "data"):
+            raise result.error
+        yield
+        if result.error is None:
+            self._legal.widen(self._rehearsal.embedded(self._batches[0]))
+        self._watch("the first batch", self._batches[0], "data")
+        yield
+        yield from self._steps("of training on the given batches", "data")
+
+    def _steps(self, words: str, reach: Reach) -> Iterator[None]:
+        sizes = ParameterSizes(self._rehearsal.parts.state.parameters())
+        for step in range(max(_STEPS, len(self._batches))):
+            batch = self._batches[step % len(self._batches)]
+            past = Past(first_sizes=sizes, num_applied=step)
+            if self._try(f"step {step} {words}", batch, reach, past):
+                return
+            self._rehearsal.train_on(batch)
+            yield
+
+    def _stress(self) -> Iterator[None]:
+        for stress in self._legal:
+            self._try(stress.words, stress.batch, "input")
+            if stress.is_larger:
+                self._watch(stress.words, stress.batch, "input")
+            yield
+
+    def _draw(self) -> Iterator[None]:
+        """The same batch with other random numbers, if the program draws any."""
+        before = torch.get_rng_state()
+        self._rehearsal.train_on(self._batches[0])
+        if torch.equal(before, torch.get_rng_state()):
+            return
+        for number in range(_DRAWS):
+            torch.manual_seed(number)
+            self._try(f"torch.manual_seed({number})", self._batches[number % len(self._batches)], "data")
+            yield
+
+    def _update(self) -> Iterator[None]:
+        """The optimizer alone, with gradients that a layer may get: none, as if it were dead, and tiny ones."""
+        for words, fill in GRADIENTS.items():
+            with self._rehearsal.with_gradients(fill) as pending:
+                if self._rehearsal.is_update_bad():
+                    self._findings.add_update(words, pending)
+            yield
+
+    def _search_inputs(self) -> Iterator[None]:
+        searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
+        for site in searcher.sites(in_weights=False):
+            words = f"an input that was searched for, to bring {site.op} to its edge"
+            for pushed in searcher.push(site, in_weights=False):
+                if self._try(words, pushed.batch, "input"):
+                    break
+                if pushed.crosses:
+                    self._findings.add_crossing(site, words, pushed.batch)
+                    break
+                yield
+
+    def _raise_learning_rate(self) -> Iterator[None]:
+        for optimizer in self._rehearsal.parts.state.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * FACTOR
+        yield from self._steps(f"with a learning rate that is {FACTOR:g} times higher", "settings")
+
+    def _raise_loss(self) -> Iterator[None]:
+        """In fp16 without a loss scale that adapts itself."""
+        with self._rehearsal.scaled(FACTOR):
+            for batch in self._batches[:4]:
+                self._try(f"a loss, or loss scale, that is {FACTOR:g} times larger", batch, "settings")
+                yield
+
+    def _search_weights(self) -> Iterator[None]:
+        searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
+        for site in searcher.sites(in_weights=True):
+            (file, line, _), words = site.place, f"weights that were searched for, to bring {site.op} to its edge"
+            if self._findings.knows(file, line):
+                continue
+            with self._rehearsal.untouched():
+                for pushed in searcher.push(site, in_weights=True):
+                    if self._try(words, pushed.batch, "weights", at=(file, line)):
+                        break
+                    yield
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def _try(
+        self, words: str, batch: Any, reach: Reach, past: Past | None = None, at: tuple[str, int] | None = None
+    ) -> bool:
+        """Whether the step on this batch is non-finite, which is then a finding."""
+        return self._findings.try_step(words, batch, reach, past or Past(), at=at, is_deep=self._used < self._seconds)
+
+    def _watch(self, words: str, batch: Any, reach: Reach) -> None:
+        pending = self._rehearsal.pending(batch)
+        try:
+            run = self._rehearsal.watched(pending)
+        except Exception:  # the program does not accept this batch; result() has noted it
+            return
+        if run.is_finite:
+            for number, diagnosis in without_room(run, self._rehearsal.scale):
+                if self._rehearsal.is_harmful(pending, number):
+                    self._findings.add_nearly(diagnosis, words, pending, reach)

@@ -1,0 +1,125 @@
+"""A search, by gradients, for inputs or weights that bring the operand of a dangerous op to the edge of its domain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanguard.preflight_checks.edges import DangerSite, EdgeWatch, edges_watched
+from nanguard.preflight_checks.ranges import TensorRange
+from nanguard.preflight_checks.rehearsal import Rehearsal, copied
+from nanguard.state.trees import mapped, named_tensors
+
+_FIRST_STEP, _SMALLEST_STEP, _MOST_STEPS = 0.5, 1e-3, 24
+REACH = 4.0
+"""Weights may move by so many times the typical size of the weights of their tensor."""
+
+_FRESH = 0.02
+"""The typical size of weights that begin with 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """How near an op came to its edge. ``crosses`` says that a denominator has both signs now, or has them already."""
+
+    site: DangerSite
+    batch: Any
+    margin: float
+    crosses: bool
+
+
+class Searcher:
+    """Searches one program, from one batch. Call everything inside ``rehearsal.untouched()``."""
+
+    def __init__(self, rehearsal: Rehearsal, batch: Any, ranges: Mapping[str, TensorRange]) -> None:
+        self._rehearsal, self._ranges = rehearsal, ranges
+        self._start = batch
+        self._names = self._real_names()
+        self._home = [p.detach().clone() for p in rehearsal.parameters]
+        sizes = (float(p.float().square().mean().sqrt()) for p in self._home if p.numel())
+        self._reach = [REACH * (size or _FRESH) for size in sizes]
+
+    def sites(self, *, in_weights: bool) -> list[DangerSite]:
+        """The dangerous ops whose operand depends on the numbers of the batch, or else on the weights."""
+        watch, leaves = self._watched(self._start)
+        points = self._rehearsal.parameters if in_weights else leaves
+        return [] if watch is None or not points else [site for site, m in watch.margins.items() if _moves(m, points)]
+
+    def push(self, site: DangerSite, *, in_weights: bool) -> Iterator[Pushed]:
+        """Nearer and nearer to the edge: over inputs in the range of the data, with ``in_weights`` over weights too.
+
+        Follows the sign of the gradient. A step that does not help is taken back, and the next one is smaller. When it
+        yields, the weights are those it is about.
+        """
+        params = self._rehearsal.parameters if in_weights else []
+        best, step = math.inf, _FIRST_STEP
+        batch, weights = self._start, [p.detach().clone() for p in params]
+        good = batch, weights
+        grads: list[Tensor | None] = []
+        for _ in range(_MOST_STEPS):
+            watch, leaves = self._watched(batch)
+            margin = None if watch is None else watch.margins.get(site)
+            value = math.nan if margin is None else float(margin.detach())
+            if watch is not None and margin is not None and value < best:
+                best, good = value, (batch, [p.detach().clone() for p in params])
+                grads = _gradients(margin, [*leaves, *params])
+                low, high = watch.signs.get(site, (1.0, 1.0))
+                yield Pushed(site=site, batch=batch, margin=value, crosses=low < 0 < high)
+            elif margin is not None and math.isnan(value):  # what feeds the op has become NaN
+                yield Pushed(site=site, batch=batch, margin=value, crosses=False)
+                return
+            else:
+                step /= 4
+            if step < _SMALLEST_STEP or not any(grad is not None and bool(grad.any()) for grad in grads):
+                return
+            batch = self._moved(good[0], step, grads[: len(leaves)])
+            self._move_weights(params, good[1], step, grads[len(leaves) :])
+
+    def _moved(self, batch: Any, step: float, grads: list[Tensor | None]) -> Any:
+        now, new = dict(named_tensors(batch)), {}
+        for name, grad in zip(self._names, grads, strict=True):
+            if grad is not None:
+                low, high = self._ranges[name].low, self._ranges[name].high
+                new[id(now[name])] = (now[name] - step * (high - low) * grad.sign()).clamp(low, high)
+        return mapped(batch, lambda leaf: new.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+
+    @torch.no_grad()
+    def _move_weights(self, params: list[Tensor], good: list[Tensor], step: float, grads: list[Tensor | None]) -> None:
+        for param, now, grad, home, reach in zip(params, good, grads, self._home, self._reach, strict=False):
+            moved = now if grad is None else now - step * reach * grad.sign()
+            param.copy_(moved.clamp(home - reach, home + reach))
+
+    def _real_names(self) -> list[str]:
+        tensors = dict(named_tensors(self._start))
+        known = (self._ranges[name] for name in tensors)
+        return [e.name for e in known if e.kind == "real" and e.low < e.high and tensors[e.name].is_floating_point()]
+
+    def _watched(self, batch: Any) -> tuple[EdgeWatch | None, list[Tensor]]:
+        """The margins, and the numbers of the batch as leaves. None if the program does not accept the batch."""
+        whole = copied(batch)
+        tensors = dict(named_tensors(whole))
+        leaves = [tensors[name].requires_grad_() for name in self._names]
+        used = {id(leaf): leaf.clone() for leaf in leaves}  # programs may write to what they get
+        with edges_watched() as watch:
+            try:
+                self._rehearsal.loss_of(
+                    mapped(whole, lambda leaf: used.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+                )
+            except Exception:
+                return None, leaves
+        return watch, leaves
+
+
+def _gradients(margin: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
+    if not margin.requires_grad or not points:
+        return [None] * len(points)
+    return list(torch.autograd.grad(margin, points, allow_unused=True, retain_graph=True))
+
+
+def _moves(margin: Tensor, points: Sequence[Tensor]) -> bool:
+    return any(grad is not None for grad in _gradients(margin, points))
