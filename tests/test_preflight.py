@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import nanguard
 from nanguard.cli import app
 from nanguard.preflight_checks.ranges import ranges_of, relations_of
 from nanguard.preflight_checks.record import PreflightReport
+from nanguard.preflight_checks.stresses import LegalBatches
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -225,6 +227,87 @@ def test_what_only_a_loss_scale_overflows_is_no_finding_and_a_value_without_room
     assert "65504" in str(found[0])
 
 
+class Bag(nn.Module):
+    """Divides an embedding by its length; a bag of nothing but padding has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(20, 8, mode="sum", padding_idx=0), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        v = self.bag(ids)
+        out: Tensor = self.out(v / v.norm(dim=-1, keepdim=True))  # BUG
+        return out
+
+
+def test_padding_that_the_data_do_not_show_is_known_from_the_embedding() -> None:
+    torch.manual_seed(0)
+    data = [(torch.randint(1, 20, (6, 4)), torch.randint(0, 3, (6,))) for _ in range(3)]
+    report = nanguard.preflight(
+        Bag(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), data[0], more_batches=data[1:]
+    )
+    (finding,) = report.findings
+    assert finding.stress == "the first sample of batch[0] is 0"
+    assert finding.diagnosis.cause == "division_by_near_zero_norm"
+
+
+class Unbounded(torch.optim.Optimizer):
+    """Divides each gradient by its norm."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / p.grad.norm()
+
+
+def test_an_optimizer_that_cannot_take_a_dead_layer_is_found() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    batch = batches()[0]
+    finding = nanguard.preflight(model, log_softmax, batch, Unbounded(model.parameters())).findings[0]
+    assert finding.diagnosis.phase == "optimizer"
+    assert finding.diagnosis.source is not None
+    assert "p.grad / p.grad.norm()" in finding.diagnosis.source.text
+
+
+def test_a_learning_rate_with_little_room_is_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = [torch.randn(12, 8) for _ in range(3)]
+    report = nanguard.preflight(
+        model, lambda model, x: (model(x) - 1).pow(4).mean(), data[0], optimizer, more_batches=data[1:]
+    )
+    assert {finding.reach for finding in report.findings} & {"data", "settings"}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mid, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def root(self, h: Tensor) -> Tensor:
+        return torch.sqrt(torch.softmax(self.mid(h), -1))  # BUG
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(checkpoint(self.root, self.inp(x), use_reentrant=False))
+        return out
+
+
+def test_ops_inside_checkpointing_are_searched_too() -> None:
+    torch.manual_seed(0)
+    (finding,) = nanguard.preflight(Checkpointed(), log_softmax, batches()[0]).findings
+    assert (finding.reach, finding.diagnosis.op) == ("weights", "sqrt")
+    assert finding.diagnosis.source is not None
+    assert finding.diagnosis.source.text.endswith("# BUG")
+
+
 # ---- what is legal ---------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +321,12 @@ def test_what_holds_in_all_data_is_kept_if_it_is_not_there_by_chance() -> None:
     ranges = ranges_of(data)
     assert [each.kind for each in ranges.values()] == ["flag", "index", "flag", "length"]
     assert [(each.mask, each.index) for each in relations_of(data, ranges)] == [("batch[0]", "batch[1]")]
+    made = {stress.words: stress.batch for stress in LegalBatches(data)}
+    nothing_allowed = made["all of batch[0] is 0"][0]
+    assert torch.equal(nothing_allowed, F.one_hot(action, 5).bool())
+    assert not made["the first sample of batch[2] is 0"][2][0].any()
+    assert made["the first sample of batch[3] is 1"][3][0] == 1
+    assert torch.equal(data[0][0], allowed)
 
 
 # ---- everything is put back ------------------------------------------------------------------------------------------
@@ -333,6 +422,10 @@ def sound(seed):
     model, optimizer, batches, _ = build(seed)
     return model, optimizer, batches, lambda model, batch: model(batch[0]).square().mean()
 
+def sure(seed):
+    model, optimizer, batches, _ = build(seed)
+    return model, optimizer, batches, lambda model, batch: -torch.log(torch.softmax(model(batch[0]) * 4, -1)).mean()
+
 def only_a_model():
     return nn.Linear(4, 2)
 """
@@ -342,13 +435,19 @@ def test_the_command_saves_what_broke_and_it_can_be_replayed(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     Path("program.py").write_text(PROGRAM)
     run = CliRunner()
-    done = run.invoke(app, ["preflight", "program.py:build"])
-    assert done.exit_code == 1, done.output
-    assert "broke: zero divided by zero" in done.stdout
-    command = next(line.split() for line in done.stdout.splitlines() if line.strip().startswith("nanguard replay"))
-    replayed = run.invoke(app, command[1:])
-    assert replayed.exit_code == 0, replayed.output
-    assert "reproduced: zero_over_zero, div, program.py:7" in replayed.stdout
+    cases = {
+        "build": ("zero divided by zero, with an input in the range of the data", "div, program.py:7"),
+        "sure": ("with weights that training can reach", "log, program.py:20"),
+    }
+    for name, (headline, again) in cases.items():
+        done = run.invoke(app, ["preflight", f"program.py:{name}"])
+        assert done.exit_code == 1, done.output
+        assert headline in done.stdout
+        command = next(line.split() for line in done.stdout.splitlines() if line.strip().startswith("nanguard replay"))
+        replayed = run.invoke(app, command[1:])
+        assert replayed.exit_code == 0, replayed.output
+        assert replayed.stdout.startswith("reproduced: ")
+        assert again in replayed.stdout.splitlines()[0]
 
     told = json.loads(run.invoke(app, ["preflight", "program.py:build", "--json", "--precision", "bf16"]).stdout)
     assert told["status"] == 1

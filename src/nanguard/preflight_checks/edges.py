@@ -64,30 +64,30 @@ class EdgeWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.margins: dict[DangerSite, Tensor] = {}
-        self.signs: dict[DangerSite, tuple[float, float]] = {}
-        """The lowest and the highest denominator."""
+        self._operands: list[tuple[DangerSite, Tensor, Margin]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
             name = str(getattr(func, "__name__", "")).rstrip("_") if not _is_special(func) else func.__name__
             for operand, margin in _operands(name, args, result):
-                if operand.requires_grad and operand.is_floating_point() and operand.numel():
-                    self._note(name, operand, margin)
+                called = calling_point()
+                if called is not None and operand.requires_grad and operand.is_floating_point() and operand.numel():
+                    self._operands.append((DangerSite(called[0], name, called[1]), operand, margin))
         return result
 
-    def _note(self, name: str, operand: Tensor, margin: Margin) -> None:
-        called = calling_point()
-        if called is None:
-            return
-        site, value = DangerSite(called[0], name, called[1]), margin(operand.float())
-        if margin is _from_zero:
-            low, high = (float(each) for each in torch.aminmax(operand.detach()))
-            before = self.signs.get(site, (low, high))
-            self.signs[site] = min(low, before[0]), max(high, before[1])
-        earlier = self.margins.get(site)
-        self.margins[site] = value if earlier is None else torch.minimum(earlier, value)
+    def margins(self) -> dict[DangerSite, Tensor]:
+        """The least margin of each site. Call it after the program has run: a checkpointed module would notice."""
+        found: dict[DangerSite, Tensor] = {}
+        for site, operand, margin in self._operands:
+            value, before = margin(operand.float()), found.get(site)
+            found[site] = value if before is None else torch.minimum(before, value)
+        return found
+
+    def crosses(self, site: DangerSite) -> bool:
+        """Whether a denominator of this site has both signs."""
+        values = [o.detach() for each, o, margin in self._operands if each == site and margin is _from_zero]
+        return any(bool((v < 0).any()) for v in values) and any(bool((v > 0).any()) for v in values)
 
 
 def _is_special(func: Any) -> bool:

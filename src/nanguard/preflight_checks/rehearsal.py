@@ -166,6 +166,17 @@ class Rehearsal:
         if scaler is not None and grads:
             scaler.unscale_(grads)
 
+    @runs_user_code
+    def draws(self, batch: Any) -> bool:
+        """Whether the step draws random numbers from torch."""
+        reader = self.parts.state.rng_reader
+        self.num_steps += 1
+        with self.untouched():
+            before = reader.now()
+            self._dry_run.forward(self.pending(batch), 0)
+            after = reader.now()
+        return not torch.equal(before.cpu, after.cpu) or before.cuda != after.cuda
+
     # ---- training a little ---------------------------------------------------------------------------------------
 
     @runs_user_code
@@ -251,7 +262,7 @@ class Rehearsal:
         kinds = (nn.Embedding, nn.EmbeddingBag)
         handles = [m.register_forward_pre_hook(note) for m in self.parts.modules if isinstance(m, kinds)]
         try:
-            with self._dry_run.stage(pending, alone=True), torch.no_grad():
+            with self._dry_run.stage(pending, alone=True):
                 self._dry_run.forward(pending, 0)
         finally:
             for handle in handles:

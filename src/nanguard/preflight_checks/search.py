@@ -15,7 +15,7 @@ from nanguard.preflight_checks.ranges import TensorRange
 from nanguard.preflight_checks.rehearsal import Rehearsal, copied
 from nanguard.state.trees import mapped, named_tensors
 
-_FIRST_STEP, _SMALLEST_STEP, _MOST_STEPS = 0.5, 1e-3, 24
+_FIRST_STEP, _SMALLEST_STEP, _MOST_STEPS = 0.5, 1e-4, 40
 REACH = 4.0
 """Weights may move by so many times the typical size of the weights of their tensor."""
 
@@ -48,50 +48,50 @@ class Searcher:
         """The dangerous ops whose operand depends on the numbers of the batch, or else on the weights."""
         watch, leaves = self._watched(self._start)
         points = self._rehearsal.parameters if in_weights else leaves
-        return [] if watch is None or not points else [site for site, m in watch.margins.items() if _moves(m, points)]
+        return [] if watch is None else [site for site, margin in watch.margins().items() if _moves(margin, points)]
 
     def push(self, site: DangerSite, *, in_weights: bool) -> Iterator[Pushed]:
         """Nearer and nearer to the edge: over inputs in the range of the data, with ``in_weights`` over weights too.
 
-        Follows the sign of the gradient. A step that does not help is taken back, and the next one is smaller. When it
+        Follows the sign of the gradient, and if that does not help, the gradient; then with smaller steps. When it
         yields, the weights are those it is about.
         """
         params = self._rehearsal.parameters if in_weights else []
-        best, step = math.inf, _FIRST_STEP
-        batch, weights = self._start, [p.detach().clone() for p in params]
-        good = batch, weights
+        best, step, is_signed = math.inf, _FIRST_STEP, True
+        batch, good = self._start, (self._start, [p.detach().clone() for p in params])
         grads: list[Tensor | None] = []
         for _ in range(_MOST_STEPS):
             watch, leaves = self._watched(batch)
-            margin = None if watch is None else watch.margins.get(site)
+            margin = None if watch is None else watch.margins().get(site)
             value = math.nan if margin is None else float(margin.detach())
             if watch is not None and margin is not None and value < best:
                 best, good = value, (batch, [p.detach().clone() for p in params])
                 grads = _gradients(margin, [*leaves, *params])
-                low, high = watch.signs.get(site, (1.0, 1.0))
-                yield Pushed(site=site, batch=batch, margin=value, crosses=low < 0 < high)
+                yield Pushed(site=site, batch=batch, margin=value, crosses=watch.crosses(site))
             elif margin is not None and math.isnan(value):  # what feeds the op has become NaN
                 yield Pushed(site=site, batch=batch, margin=value, crosses=False)
                 return
             else:
-                step /= 4
+                is_signed = not is_signed
+                step /= 4 if is_signed else 1
             if step < _SMALLEST_STEP or not any(grad is not None and bool(grad.any()) for grad in grads):
                 return
-            batch = self._moved(good[0], step, grads[: len(leaves)])
-            self._move_weights(params, good[1], step, grads[len(leaves) :])
+            ways = [None if grad is None else _way(grad, is_signed) for grad in grads]
+            batch = self._moved(good[0], step, ways[: len(leaves)])
+            self._move_weights(params, good[1], step, ways[len(leaves) :])
 
     def _moved(self, batch: Any, step: float, grads: list[Tensor | None]) -> Any:
         now, new = dict(named_tensors(batch)), {}
         for name, grad in zip(self._names, grads, strict=True):
             if grad is not None:
                 low, high = self._ranges[name].low, self._ranges[name].high
-                new[id(now[name])] = (now[name] - step * (high - low) * grad.sign()).clamp(low, high)
+                new[id(now[name])] = (now[name] - step * (high - low) * grad).clamp(low, high)
         return mapped(batch, lambda leaf: new.get(id(leaf)) if isinstance(leaf, Tensor) else None)
 
     @torch.no_grad()
     def _move_weights(self, params: list[Tensor], good: list[Tensor], step: float, grads: list[Tensor | None]) -> None:
         for param, now, grad, home, reach in zip(params, good, grads, self._home, self._reach, strict=False):
-            moved = now if grad is None else now - step * reach * grad.sign()
+            moved = now if grad is None else now - step * reach * grad
             param.copy_(moved.clamp(home - reach, home + reach))
 
     def _real_names(self) -> list[str]:
@@ -118,7 +118,16 @@ class Searcher:
 def _gradients(margin: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
     if not margin.requires_grad or not points:
         return [None] * len(points)
-    return list(torch.autograd.grad(margin, points, allow_unused=True, retain_graph=True))
+    try:
+        return list(torch.autograd.grad(margin, points, allow_unused=True, retain_graph=True))
+    except RuntimeError:  # the program wrote to a tensor of the graph, or it has a backward pass of its own
+        return [None] * len(points)
+
+
+def _way(grad: Tensor, is_signed: bool) -> Tensor:
+    """The direction of a step whose largest entry is 1."""
+    size = grad.abs().amax()
+    return grad.sign() if is_signed or not 0 < float(size) < math.inf else grad / size
 
 
 def _moves(margin: Tensor, points: Sequence[Tensor]) -> bool:

@@ -99,8 +99,8 @@ class LegalBatches:
             yield Stress(words="all samples are equal", batch=take(self._base, [0] * num, num))
 
     def _all_at_once(self) -> Iterator[Stress]:
-        """A whole sample that is constant, in all its numbers."""
-        real = [each for each in self.ranges.values() if each.kind == "real"]
+        """A whole sample that is constant, in all its numbers and masks."""
+        real = [each for each in self.ranges.values() if each.kind in ("real", "flag")]
         for level, value_of in _LEVELS.items():
             values = {each.name: value_of(each) for each in real}
             changes = {name: _filling(value) for name, value in values.items() if value is not None}
@@ -109,7 +109,7 @@ class LegalBatches:
             for is_whole in (False, True):
                 batch = self._changed(changes, is_whole=is_whole)
                 if batch is not None:
-                    which = "all numbers of the batch are" if is_whole else "all numbers of the first sample are"
+                    which = "all numbers and masks are" if is_whole else "all numbers and masks of the first sample are"
                     yield Stress(words=f"{which} {level}", batch=batch)
 
     def _scaled(self) -> Iterator[Stress]:
@@ -190,7 +190,7 @@ def _values(each: TensorRange) -> list[float]:
 
 
 _LEVELS: dict[str, Callable[[TensorRange], float | None]] = {
-    "0": lambda each: 0.0 if each.has_zero else None,
+    "0": lambda each: 0.0 if each.has_zero or each.kind == "flag" else None,
     "as low as they get": lambda each: each.low,
     "as high as they get": lambda each: each.high,
 }
