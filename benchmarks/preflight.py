@@ -20,12 +20,12 @@ import time
 import warnings
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import nanguard
-from nanguard.preflight_checks.record import PreflightFinding, PreflightReport
+from nanguard.preflight_checks.record import PreflightFinding, PreflightReport, Reach
 from zoo import ZOO, load, scale_of
 
 MINUTES = 1.0
@@ -90,6 +90,7 @@ def _told(finding: PreflightFinding) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> str:
     latent = [each for each in rows if not each["healthy"] and each["latent"]]
     found = [each for each in latent if each["found"]]
+    takes = [f"{reach} {count}" for reach in get_args(Reach) if (count := sum(e["reach"] == reach for e in found))]
     healthy = [each for each in rows if each["healthy"]]
     false = [each for each in healthy if each["findings"]]
     lines = [
@@ -97,8 +98,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         f" ({sum(e['cause_right'] for e in found)} with the right cause)",
         f"healthy programs with a report: {len(false)} of {len(healthy)}",
         f"left out, since they fail at the first step: {sum(not e['latent'] for e in rows)}",
-        "by what it takes: "
-        + ", ".join(f"{r} {sum(e['reach'] == r for e in found)}" for r in ("data", "input", "settings", "weights")),
+        f"by what it takes: {', '.join(takes)}",
     ]
     return "\n".join(lines)
 

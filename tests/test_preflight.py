@@ -184,7 +184,7 @@ SOUND = [
 @pytest.mark.parametrize(("loss_fn", "op", "reach"), CLASSIC, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_latent_bug_is_found_with_its_op_and_line(loss_fn: Any, op: str, reach: str) -> None:
     finding, *others = flown(loss_fn).findings
-    assert finding.severity == "broke"
+    assert finding.severity == ("nearly" if reach == "weights" else "broke")
     assert finding.diagnosis.op == op
     assert finding.reach == reach
     assert finding.diagnosis.fix.words in str(finding)

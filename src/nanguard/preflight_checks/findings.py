@@ -11,7 +11,7 @@ from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.incidents.bundle import Bundles
 from nanguard.preflight_checks.edges import DangerSite
-from nanguard.preflight_checks.record import PreflightFinding, Reach
+from nanguard.preflight_checks.record import PreflightFinding, Reach, Severity
 from nanguard.preflight_checks.rehearsal import Rehearsal, StepResult
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Outcome, Reading, Verdict
@@ -35,14 +35,13 @@ class FindingList:
         self.refused: list[str] = []
 
     def all(self) -> tuple[PreflightFinding, ...]:
-        """Those that broke first."""
+        """Those that broke come first."""
         found = list(self._findings.values())
         return tuple(sorted(found, key=lambda finding: finding.severity != "broke"))
 
     def knows(self, file: str, line: int) -> bool:
-        """Whether there is a finding at this line that broke."""
-        finding = self._findings.get((file, line))
-        return finding is not None and finding.severity == "broke"
+        """Whether there is a finding at this line."""
+        return (file, line) in self._findings
 
     def try_step(
         self, words: str, batch: Any, reach: Reach, past: Past, *, at: tuple[str, int] | None, is_deep: bool
@@ -61,12 +60,20 @@ class FindingList:
                 self.refused.append(f"{words}: {type(result.error).__name__}: {result.error}"[:200])
             return False
         if diagnosis is None:
-            because = "it was non-finite once, and finite when it was run again"
-            diagnosis = with_remedy(Diagnosis(phase="forward", cause="unknown", because=because))
+            self.add_unrepeatable(words, reach)
+            return True
         if at is not None and _key(diagnosis) != at:
             return False
-        self._add(PreflightFinding(severity="broke", reach=reach, stress=words, diagnosis=diagnosis), pending, result)
+        severity: Severity = "broke" if reach in ("data", "input", "gradients") else "nearly"
+        self._add(PreflightFinding(severity=severity, reach=reach, stress=words, diagnosis=diagnosis), pending, result)
         return True
+
+    def add_unrepeatable(self, words: str, reach: Reach) -> None:
+        """A step that was non-finite once, and finite another time."""
+        because = "the same step on the same data was non-finite once, and finite another time"
+        diagnosis = Diagnosis(phase="forward", cause="nondeterministic_hardware_fault", because=because, repeats=False)
+        finding = PreflightFinding(severity="broke", reach=reach, stress=words, diagnosis=with_remedy(diagnosis))
+        self._add(finding, None, StepResult())
 
     def add_nearly(self, diagnosis: Diagnosis, words: str, pending: PendingStep, reach: Reach) -> None:
         finding = PreflightFinding(severity="nearly", reach=reach, stress=words, diagnosis=diagnosis)
@@ -101,7 +108,7 @@ class FindingList:
 
     def _saved(self, finding: PreflightFinding, pending: PendingStep | None, result: StepResult) -> str:
         """The folder of the step; empty if steps are not saved, or this one is finite and there is nothing to run."""
-        if self._bundles is None or pending is None or finding.severity == "nearly":
+        if self._bundles is None or pending is None or not (result.found or result.error):
             return ""
         parts = self._rehearsal.parts
         scale = None if parts.precision.scaler is None else parts.precision.scaler.floor

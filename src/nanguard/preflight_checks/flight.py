@@ -145,14 +145,17 @@ class _Flight:
             past = Past(first_sizes=sizes, num_applied=step)
             if self._try(f"step {step} {words}", batch, reach, past):
                 return
-            self._rehearsal.train_on(batch)
+            if not self._rehearsal.train_on(batch):
+                self._findings.add_unrepeatable(f"step {step} {words}", reach)
+                return
             yield
 
     def _stress(self) -> Iterator[None]:
         for stress in self._legal:
-            self._try(stress.words, stress.batch, "input")
+            reach: Reach = "larger" if stress.is_larger else "input"
+            self._try(stress.words, stress.batch, reach)
             if stress.is_larger:
-                self._watch(stress.words, stress.batch, "input")
+                self._watch(stress.words, stress.batch, reach)
             yield
 
     def _draw(self) -> Iterator[None]:

@@ -12,16 +12,19 @@ from nanguard.records.layout import laid_out, verbatim
 from nanguard.records.plain import plain
 
 Severity = Literal["broke", "nearly"]
-"""``broke``: the step was run and is not finite. ``nearly``: it is finite, and a value has no room left."""
+"""``broke``: the step is non-finite with the given weights and legal data. ``nearly``: it takes more, such as inputs
+or a learning rate that are ten times larger, or other weights; or it is finite, and a value has no room left."""
 
-Reach = Literal["data", "input", "gradients", "settings", "weights"]
+Reach = Literal["data", "input", "gradients", "larger", "settings", "weights"]
 """What it takes: the ``data`` as they are; an ``input`` in the range of the data; ``gradients`` that a layer may get;
-other ``settings``, such as a higher learning rate; ``weights`` that training can reach."""
+an input that is ten times ``larger``; other ``settings``, such as a higher learning rate; ``weights`` that training
+can reach."""
 
 _TAKES = {
     "data": "the data as they are",
     "input": "an input in the range of the data",
     "gradients": "gradients that a layer may get",
+    "larger": "an input that is ten times larger",
     "settings": "other settings",
     "weights": "weights that training can reach",
 }
@@ -48,7 +51,10 @@ class PreflightFinding:
         diagnosis = self.diagnosis
         head = f" nanguard  preflight  {self.severity}: {diagnosis.words}, with {_TAKES[self.reach]}"
         more = f" (and {self.also} more)" if self.also else ""
-        rows = [("input" if self.reach == "input" else "when", f"{self.stress}{more}"), *diagnosis_rows(diagnosis)]
+        rows = [
+            ("input" if self.reach in ("input", "larger") else "when", f"{self.stress}{more}"),
+            *diagnosis_rows(diagnosis),
+        ]
         rows.append(("docs", page_of(diagnosis)))
         if self.bundle:
             replay = f"nanguard replay {self.bundle} --entry {self.entry}"

@@ -180,21 +180,23 @@ class Rehearsal:
     # ---- training a little ---------------------------------------------------------------------------------------
 
     @runs_user_code
-    def train_on(self, batch: Any) -> None:
-        """One step of training, which should be finite. Call it inside ``untouched``.
+    def train_on(self, batch: Any) -> bool:
+        """One step of training. False if it is non-finite, and changed nothing. Call it inside ``untouched``.
 
         If its gradients overflow by the loss scale alone, the step is skipped and the scale is lowered.
         """
         self.num_steps += 1
-        self._dry_run.run(self.pending(batch))
-        scaler = self.parts.precision.scaler
-        if scaler is not None and self._has_bad_gradients():
+        (loss,) = self._dry_run.run(self.pending(batch))
+        scaler, is_bad = self.parts.precision.scaler, self._has_bad_gradients()
+        is_finite = look(loss).is_finite and (not is_bad or scaler is not None)
+        if is_finite and scaler is not None and is_bad:
             scaler.scale.mul_(scaler.options.backoff).clamp_(min=scaler.floor)
-        else:
+        elif is_finite:
             self._unscale()
             for optimizer in self.parts.state.optimizers:
                 optimizer.step()
         self.parts.skippable.zero_grad()
+        return is_finite
 
     @contextlib.contextmanager
     def with_gradients(self, fill: Callable[[Tensor], Tensor]) -> Iterator[PendingStep]:
