@@ -44,7 +44,7 @@ def _inside_one(operand: Tensor) -> Tensor:
 _MARGINS: dict[str, Margin] = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma"), _above_zero),
     **dict.fromkeys(("reciprocal",), _from_zero),
-    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), _below_all),
+    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh", "i0", "special_i0"), _below_all),
     **dict.fromkeys(("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv"), _inside_one),
     "log1p": lambda operand: (1 + operand).amin(),
     "acosh": lambda operand: (operand - 1).amin(),
@@ -52,6 +52,7 @@ _MARGINS: dict[str, Margin] = {
 }
 """Functions of one operand. A margin gets smaller as the operand comes nearer to the edge."""
 
+_LAST_ARGUMENT = ("xlogy", "special_xlogy")
 _DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__div__")
 _FROM_RIGHT = ("__rtruediv__", "__rdiv__")
 _POWERS = ("pow", "__pow__", "float_power")
@@ -99,6 +100,8 @@ def _operands(name: str, args: Any, result: Any) -> Iterator[tuple[Tensor, Margi
     first, second = (args[0] if args else None), (args[1] if len(args) > 1 else None)
     if name in _MARGINS and isinstance(first, Tensor):
         yield first, _MARGINS[name]
+    elif name in _LAST_ARGUMENT and isinstance(second, Tensor):
+        yield second, _above_zero
     elif name in _DIVISIONS and isinstance(second, Tensor):
         yield second, _from_zero
     elif name in _FROM_RIGHT and isinstance(first, Tensor):

@@ -29,10 +29,13 @@ Progress = Callable[[str, float], None]
 _STEPS = 20
 _DRAWS = 16
 _MOST_BATCHES = 64
-GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gradients that are all 0": torch.zeros_like,
-    "gradients as small as they get": lambda p: torch.full_like(p, torch.finfo(p.dtype).smallest_normal),
+GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "gradients that are all 0": (torch.zeros_like, 1),
+    "gradients as small as they get": (lambda p: torch.full_like(p, torch.finfo(p.dtype).smallest_normal), 1),
+    "the same gradients again and again": (lambda p: torch.linspace(0.1, 1, p.numel()).to(p).view_as(p), 32),
 }
+"""Gradients that a layer may get, and how many times: of a dead layer, of one far from the loss, of a bias."""
+
 FACTOR = 10.0
 """By which learning rate and loss are raised."""
 
@@ -168,12 +171,15 @@ class _Flight:
             yield
 
     def _update(self) -> Iterator[None]:
-        """The optimizer alone, with gradients that a layer may get: none, as if it were dead, and tiny ones."""
-        for words, fill in GRADIENTS.items():
-            with self._rehearsal.with_gradients(fill) as pending:
-                if self._rehearsal.is_update_bad():
-                    self._findings.add_update(words, pending)
-            yield
+        """The optimizer alone, with gradients that a layer may get."""
+        for words, (fill, times) in GRADIENTS.items():
+            with self._rehearsal.untouched(), self._rehearsal.with_gradients(fill) as pending:
+                for _ in range(times):
+                    if self._rehearsal.is_update_bad():
+                        self._findings.add_update(words, pending)
+                        break
+                    self._rehearsal.update()
+                    yield
 
     def _search_inputs(self) -> Iterator[None]:
         searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)

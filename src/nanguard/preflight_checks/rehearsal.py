@@ -154,8 +154,7 @@ class Rehearsal:
         self._unscale()
         before = self.parts.state.capture_update()
         try:
-            for optimizer in self.parts.state.optimizers:
-                optimizer.step()
+            self.update()
             return before.is_spoiled()
         finally:
             before.put_back()
@@ -193,8 +192,7 @@ class Rehearsal:
             scaler.scale.mul_(scaler.options.backoff).clamp_(min=scaler.floor)
         elif is_finite:
             self._unscale()
-            for optimizer in self.parts.state.optimizers:
-                optimizer.step()
+            self.update()
         self.parts.skippable.zero_grad()
         return is_finite
 
@@ -216,6 +214,12 @@ class Rehearsal:
         self.num_steps += 1
         with self.parts.precision.unscaled():
             return self._is_update_bad()
+
+    @runs_user_code
+    def update(self) -> None:
+        """An update that is kept. Call it inside ``untouched``."""
+        for optimizer in self.parts.state.optimizers:
+            optimizer.step()
 
     def diagnosis_of_update(self, pending: PendingStep) -> Diagnosis | None:
         reading = Reading(step=0, epoch=0, batch=None, loss=0.0, found=("update",))
