@@ -92,7 +92,7 @@ def preflight(
                 progress=progress,
             )
     except Exception as error:
-        fail(f"{entry}: the step on the first batch raised {told(error)}", as_json=as_json)
+        fail(f"{entry}: the step cannot be run: {told(error)}", as_json=as_json)
     report = report.with_entry(entry)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

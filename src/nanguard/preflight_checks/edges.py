@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nanguard.source.frames import Place, calling_point
+from nanguard.source.frames import Place, calling_point, source_of
 
 Margin = Callable[[Tensor], Tensor]
 
@@ -23,6 +23,12 @@ class DangerSite:
     place: Place
     op: str
     call: int
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """The file, or the cell of a notebook, and the line, as a diagnosis names them."""
+        source = source_of(self.place)
+        return self.place[:2] if source is None else (source.file, source.line)
 
 
 def _above_zero(operand: Tensor) -> Tensor:

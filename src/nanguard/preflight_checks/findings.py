@@ -39,9 +39,9 @@ class FindingList:
         found = list(self._findings.values())
         return tuple(sorted(found, key=lambda finding: finding.severity != "broke"))
 
-    def knows(self, file: str, line: int) -> bool:
-        """Whether there is a finding at this line."""
-        return (file, line) in self._findings
+    def knows(self, line: tuple[str, int]) -> bool:
+        """Whether there is a finding at this line of a file."""
+        return line in self._findings
 
     def try_step(
         self, words: str, batch: Any, reach: Reach, past: Past, *, at: tuple[str, int] | None, is_deep: bool
@@ -51,10 +51,7 @@ class FindingList:
         if result.error is None and not result.found:
             return False
         pending = self._rehearsal.pending(batch)
-        with self._rehearsal.at_lowest_scale():
-            diagnosis = self._rehearsal.diagnosis(
-                pending, past, lambda each: is_deep and _key(each) not in self._findings
-            )
+        diagnosis = self._examined(pending, past, is_deep, result)
         if result.error is not None and (diagnosis is None or not _ends_in_nan(diagnosis)):
             if len(self.refused) < _MOST_REFUSED:
                 self.refused.append(f"{words}: {type(result.error).__name__}: {result.error}"[:200])
@@ -67,6 +64,19 @@ class FindingList:
         severity: Severity = "broke" if reach in ("data", "input", "gradients") else "nearly"
         self._add(PreflightFinding(severity=severity, reach=reach, stress=words, diagnosis=diagnosis), pending, result)
         return True
+
+    def _examined(self, pending: PendingStep, past: Past, is_deep: bool, result: StepResult) -> Diagnosis | None:
+        """None if the step is finite now, or if the program just does not accept the input."""
+        try:
+            with self._rehearsal.at_lowest_scale():
+                return self._rehearsal.diagnosis(
+                    pending, past, lambda each: is_deep and _key(each) not in self._findings
+                )
+        except Exception as error:
+            if result.error is not None:
+                return None
+            because = f"it could not be examined: {type(error).__name__}: {error}"
+            return with_remedy(Diagnosis(phase="forward", cause="unknown", because=because))
 
     def add_unrepeatable(self, words: str, reach: Reach) -> None:
         """A step that was non-finite once, and finite another time."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,8 +96,8 @@ class _Flight:
             if self._not_done:
                 self._not_done.append(words)
                 continue
-            with self._rehearsal.untouched():
-                for _ in stage():
+            with self._rehearsal.untouched(), contextlib.closing(stage()) as steps:
+                for _ in steps:
                     self._progress(words, min(1.0, self._used / self._seconds))
                     if self._used > self._seconds:
                         self._not_done.append(words)
@@ -109,7 +110,7 @@ class _Flight:
             refused=tuple(self._findings.refused),
         )
 
-    def _stages(self) -> dict[str, Callable[[], Iterator[None]]]:
+    def _stages(self) -> dict[str, Callable[[], Generator[None, None, None]]]:
         """What to do, in order: what needs least to happen comes first."""
         precision, with_optimizer = self._rehearsal.parts.precision, self._rehearsal.has_optimizer
         return {
@@ -129,7 +130,7 @@ class _Flight:
 
     # ---- the stages: each yields after some steps, so that the time can be looked at --------------------------------
 
-    def _train(self) -> Iterator[None]:
+    def _train(self) -> Generator[None, None, None]:
         """A few steps as they are, with every op watched in the first."""
         result = self._rehearsal.result(self._batches[0])
         if result.error is not None and not self._try("the first batch", self._batches[0], "data"):
@@ -141,7 +142,7 @@ class _Flight:
         yield
         yield from self._steps("of training on the given batches", "data")
 
-    def _steps(self, words: str, reach: Reach) -> Iterator[None]:
+    def _steps(self, words: str, reach: Reach) -> Generator[None, None, None]:
         sizes = ParameterSizes(self._rehearsal.parts.state.parameters())
         for step in range(max(_STEPS, len(self._batches))):
             batch = self._batches[step % len(self._batches)]
@@ -153,7 +154,7 @@ class _Flight:
                 return
             yield
 
-    def _stress(self) -> Iterator[None]:
+    def _stress(self) -> Generator[None, None, None]:
         for stress in self._legal:
             reach: Reach = "larger" if stress.is_larger else "input"
             self._try(stress.words, stress.batch, reach)
@@ -161,7 +162,7 @@ class _Flight:
                 self._watch(stress.words, stress.batch, reach)
             yield
 
-    def _draw(self) -> Iterator[None]:
+    def _draw(self) -> Generator[None, None, None]:
         """The same batch with other random numbers, if the program draws any."""
         if not self._rehearsal.draws(self._batches[0]):
             return
@@ -170,7 +171,7 @@ class _Flight:
             self._try(f"torch.manual_seed({number})", self._batches[number % len(self._batches)], "data")
             yield
 
-    def _update(self) -> Iterator[None]:
+    def _update(self) -> Generator[None, None, None]:
         """The optimizer alone, with gradients that a layer may get."""
         for words, (fill, times) in GRADIENTS.items():
             with self._rehearsal.untouched(), self._rehearsal.with_gradients(fill) as pending:
@@ -181,7 +182,7 @@ class _Flight:
                     self._rehearsal.update()
                     yield
 
-    def _search_inputs(self) -> Iterator[None]:
+    def _search_inputs(self) -> Generator[None, None, None]:
         searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
         for site in searcher.sites(in_weights=False):
             words = f"an input that was searched for, to bring {site.op} to its edge"
@@ -193,28 +194,28 @@ class _Flight:
                     break
                 yield
 
-    def _raise_learning_rate(self) -> Iterator[None]:
+    def _raise_learning_rate(self) -> Generator[None, None, None]:
         for optimizer in self._rehearsal.parts.state.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * FACTOR
         yield from self._steps(f"with a learning rate that is {FACTOR:g} times higher", "settings")
 
-    def _raise_loss(self) -> Iterator[None]:
+    def _raise_loss(self) -> Generator[None, None, None]:
         """In fp16 without a loss scale that adapts itself."""
         with self._rehearsal.scaled(FACTOR):
             for batch in self._batches[:4]:
                 self._try(f"a loss, or loss scale, that is {FACTOR:g} times larger", batch, "settings")
                 yield
 
-    def _search_weights(self) -> Iterator[None]:
+    def _search_weights(self) -> Generator[None, None, None]:
         searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
         for site in searcher.sites(in_weights=True):
-            (file, line, _), words = site.place, f"weights that were searched for, to bring {site.op} to its edge"
-            if self._findings.knows(file, line):
+            words = f"weights that were searched for, to bring {site.op} to its edge"
+            if self._findings.knows(site.line):
                 continue
             with self._rehearsal.untouched():
                 for pushed in searcher.push(site, in_weights=True):
-                    if self._try(words, pushed.batch, "weights", at=(file, line)):
+                    if self._try(words, pushed.batch, "weights", at=site.line):
                         break
                     yield
 

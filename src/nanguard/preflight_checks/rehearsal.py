@@ -222,6 +222,7 @@ class Rehearsal:
             optimizer.step()
 
     def diagnosis_of_update(self, pending: PendingStep) -> Diagnosis | None:
+        """Where a non-finite update of the gradients of now comes from. None if it is finite."""
         reading = Reading(step=0, epoch=0, batch=None, loss=0.0, found=("update",))
         with self.parts.precision.unscaled():
             return self._examiner.examine_update(pending, reading, Past())
@@ -246,12 +247,9 @@ class Rehearsal:
             return not look(loss).is_finite or self._has_bad_gradients()
 
     def diagnosis(self, pending: PendingStep, past: Past, is_deep: Callable[[Diagnosis], bool]) -> Diagnosis | None:
-        """Where it came from and why. None if the step is finite, or raises for another reason."""
+        """Where it came from and why. None if the step is finite. Raises what the program raises."""
         self.num_steps += 1
-        try:
-            return self._examiner.examine(pending, None, past, is_deep, update=self.has_optimizer)
-        except Exception:  # the program refuses the input, and nothing was non-finite before it did
-            return None
+        return self._examiner.examine(pending, None, past, is_deep, update=self.has_optimizer)
 
     def embedded(self, batch: Any) -> dict[str, tuple[int, int | None]]:
         """The tensors of the batch that are passed to an embedding: how many entries it has, and which is padding."""

@@ -41,8 +41,7 @@ class Searcher:
         self._start = batch
         self._names = self._real_names()
         self._home = [p.detach().clone() for p in rehearsal.parameters]
-        sizes = (float(p.float().square().mean().sqrt()) for p in self._home if p.numel())
-        self._reach = [REACH * (size or _FRESH) for size in sizes]
+        self._reach = [REACH * _typical_size(p) for p in self._home]
 
     def sites(self, *, in_weights: bool) -> list[DangerSite]:
         """The dangerous ops whose operand depends on the numbers of the batch, or else on the weights."""
@@ -78,7 +77,8 @@ class Searcher:
                 return
             ways = [None if grad is None else _way(grad, is_signed) for grad in grads]
             batch = self._moved(good[0], step, ways[: len(leaves)])
-            self._move_weights(params, good[1], step, ways[len(leaves) :])
+            if in_weights:
+                self._move_weights(params, good[1], step, ways[len(leaves) :])
 
     def _moved(self, batch: Any, step: float, grads: list[Tensor | None]) -> Any:
         now, new = dict(named_tensors(batch)), {}
@@ -90,7 +90,7 @@ class Searcher:
 
     @torch.no_grad()
     def _move_weights(self, params: list[Tensor], good: list[Tensor], step: float, grads: list[Tensor | None]) -> None:
-        for param, now, grad, home, reach in zip(params, good, grads, self._home, self._reach, strict=False):
+        for param, now, grad, home, reach in zip(params, good, grads, self._home, self._reach, strict=True):
             moved = now if grad is None else now - step * reach * grad
             param.copy_(moved.clamp(home - reach, home + reach))
 
@@ -113,6 +113,10 @@ class Searcher:
             except Exception:
                 return None, leaves
         return watch, leaves
+
+
+def _typical_size(weights: Tensor) -> float:
+    return (float(weights.float().square().mean().sqrt()) if weights.numel() else 0.0) or _FRESH
 
 
 def _gradients(margin: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
