@@ -122,9 +122,9 @@ def _no_loss(entry: str, as_json: bool) -> Callable[[Any, Any], Any]:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr, as long as the time. Nothing if stderr is not a terminal."""
+    """A progress bar on stderr. Nothing if stderr is not a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}% of the time"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preflight", total=1.0)
         yield lambda words, share: bar.update(task, description=words, completed=share)

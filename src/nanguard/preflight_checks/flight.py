@@ -25,7 +25,7 @@ from nanguard.step.pending import LossFn
 from nanguard.step.precision import LossScale
 
 Progress = Callable[[str, float], None]
-"""Is told what is being done, and how much of the time is used, from 0 to 1."""
+"""Is told what is being done, and how far it is, from 0 to 1: by the stages, or by the time if that is further."""
 
 _STEPS = 20
 _DRAWS = 16
@@ -33,7 +33,7 @@ _MOST_BATCHES = 64
 GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "gradients that are all 0": (torch.zeros_like, 1),
     "gradients as small as they get": (lambda p: torch.full_like(p, torch.finfo(p.dtype).smallest_normal), 1),
-    "the same gradients again and again": (lambda p: torch.linspace(0.1, 1, p.numel()).to(p).view_as(p), 32),
+    "the same gradients again and again": (lambda p: torch.linspace(0.1, 1, p.numel()).to(p).view_as(p), 16),
 }
 """Gradients that a layer may get, and how many times: of a dead layer, of one far from the loss, of a bias."""
 
@@ -61,8 +61,8 @@ def preflight(
     updates are tried too, and a learning rate that is ten times higher. ``loss_scale`` is that of fp16 training.
 
     Each finding says where, why and what to do, and is saved to ``run_dir`` for ``nanguard replay``, unless that is
-    None. Stops after ``minutes``. Weights, optimizer state, buffers, gradients and random states are afterwards as they
-    were. Waits for the device. Raises what ``loss_fn`` raises on the given batch.
+    None. Stops after ``minutes``, which all stages share. Weights, optimizer state, buffers, gradients and random
+    states are afterwards as they were. Waits for the device. Raises what ``loss_fn`` raises on the given batch.
     """
     if not isinstance(model, nn.Module) or not callable(loss_fn):
         raise ValueError(
@@ -89,24 +89,27 @@ class _Flight:
         self._seconds, self._began, self._progress = seconds, time.monotonic(), progress
         self._findings = FindingList(rehearsal, run_dir)
         self._legal = LegalBatches(batches)
-        self._not_done: list[str] = []
+        self._cut_short: list[str] = []
 
     def report(self) -> PreflightReport:
-        for words, stage in self._stages().items():
-            if self._not_done:
-                self._not_done.append(words)
+        stages = self._stages()
+        for place, (words, stage) in enumerate(stages.items()):
+            left = self._seconds - self._used
+            until = self._used + left / (len(stages) - place)  # what a stage does not need is left for the others
+            if left <= 0 and place:
+                self._cut_short.append(words)
                 continue
             with self._rehearsal.untouched(), contextlib.closing(stage()) as steps:
                 for _ in steps:
-                    self._progress(words, min(1.0, self._used / self._seconds))
-                    if self._used > self._seconds:
-                        self._not_done.append(words)
+                    self._progress(words, min(1.0, max(place / len(stages), self._used / self._seconds)))
+                    if self._used > until:
+                        self._cut_short.append(words)
                         break
         return PreflightReport(
             findings=self._findings.all(),
             num_steps=self._rehearsal.num_steps,
             seconds=round(self._used, 1),
-            not_done=tuple(self._not_done),
+            cut_short=tuple(self._cut_short),
             refused=tuple(self._findings.refused),
         )
 

@@ -66,13 +66,13 @@ class PreflightFinding:
 class PreflightReport:
     """What a preflight found. ``num_steps`` were run in ``seconds``.
 
-    ``not_done`` lists what the time did not suffice for, ``refused`` what the program itself refused with an error.
+    ``cut_short`` lists what there was too little time for, ``refused`` what the program itself refused with an error.
     """
 
     findings: tuple[PreflightFinding, ...]
     num_steps: int
     seconds: float
-    not_done: tuple[str, ...] = ()
+    cut_short: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     @property
@@ -100,5 +100,5 @@ class PreflightReport:
         nearly = len(self.findings) - broke
         counts = [f"{broke} broke"] * bool(broke) + [f"{nearly} nearly did"] * bool(nearly)
         found = ", ".join(counts) or "nothing found"
-        cut = f"; no time was left for {', '.join(self.not_done)}" if self.not_done else ""
+        cut = f"; more minutes would help: cut short were {', '.join(self.cut_short)}" if self.cut_short else ""
         return f"preflight: {found} ({self.num_steps:,} steps in {self.seconds:.0f} s){cut}"
