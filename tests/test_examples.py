@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from frameworks import use_speechbrain_without_torchaudio
+from frameworks import import_speechbrain
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -108,8 +108,7 @@ def test_accelerate_loop(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_speechbrain(capsys: pytest.CaptureFixture[str]) -> None:
-    use_speechbrain_without_torchaudio()
-    pytest.importorskip("speechbrain")
+    import_speechbrain()
     out = output_of("speechbrain_brain.py", capsys)
     assert "177 steps applied, 3 skipped" in out
     assert "schedule at step 177, weights finite: True" in out

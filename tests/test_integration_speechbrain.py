@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 import warnings
 from collections.abc import Sequence
@@ -18,18 +17,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 import nanguard
-from frameworks import use_speechbrain_without_torchaudio
+from frameworks import import_speechbrain
 from helpers import INF, NAN, differences, everything
 from launching import Case, Cases, Ranks, cases, needs_gloo
 from nanguard.integrations.speechbrain import attach
 
-if importlib.util.find_spec("speechbrain") is None:
-    pytest.skip("speechbrain is not installed", allow_module_level=True)
-
-use_speechbrain_without_torchaudio()
+sb = import_speechbrain()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import speechbrain as sb
     from speechbrain.nnet.schedulers import NoamScheduler
     from speechbrain.processing.features import InputNormalization
     from speechbrain.utils.checkpoints import Checkpointer
