@@ -588,7 +588,8 @@ def test_a_guard_shows_counts_and_its_last_incidents_in_a_notebook(run: tuple[Pa
 def test_incidents_outcomes_and_runs_are_tables_in_a_notebook(run: tuple[Path, nanguard.Guard]) -> None:
     folder, guard = run
     shown = [guard.incidents, guard.incidents[0], guard.incidents[0].outcome, guard.last_outcome]
-    texts = [re.sub(r"\s+", " ", Outline(each._repr_html_()).text) for each in (*shown, nanguard.read_run(folder))]  # type: ignore[union-attr]
+    log = nanguard.read_run(folder)
+    texts = [re.sub(r"\s+", " ", Outline(each._repr_html_()).text) for each in (*shown, log, log.incidents)]  # type: ignore[union-attr]
     assert f"{len(guard.incidents)} incidents" in texts[0]
     assert texts[0].count("overflow of fp16 in attention, reported.py:") == 4
     assert "step 40: the loss is NaN: step skipped" in texts[1]
@@ -596,6 +597,7 @@ def test_incidents_outcomes_and_runs_are_tables_in_a_notebook(run: tuple[Path, n
     assert "applied" in texts[3]
     assert "90, 5 not applied" in texts[4]
     assert "attention in fp32 from now on" in texts[4]
+    assert texts[5] == texts[0]
     assert all("Outcome(" not in text for text in texts)
     empty = type(guard.incidents)()
     assert "no incidents" in empty._repr_html_()

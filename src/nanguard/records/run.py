@@ -55,6 +55,18 @@ class IncidentRecord(Incident):
     optimizer: str = ""
 
 
+class IncidentRecords(tuple[IncidentRecord, ...]):
+    """Incidents of a run log in order. A tuple that a notebook shows as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """The HTML for a notebook."""
+        from nanguard.records.notebook import incidents_html
+
+        return incidents_html(self)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """The contents of a run log.
@@ -68,7 +80,7 @@ class Run:
     header: Mapping[str, Any]
     headers: tuple[Mapping[str, Any], ...]
     steps: tuple[StepRecord, ...]
-    incidents: tuple[IncidentRecord, ...]
+    incidents: IncidentRecords
     events: tuple[EventRecord, ...]
     end: Mapping[str, Any] | None
     troubles: tuple[str, ...]

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanguard.errors import RunLogError
 from nanguard.records.rebuild import built
-from nanguard.records.run import RUN_LOG, EventRecord, IncidentRecord, Run, StepRecord
+from nanguard.records.run import RUN_LOG, EventRecord, IncidentRecord, IncidentRecords, Run, StepRecord
 from nanguard.records.steps import Outcome
 from nanguard.runlog.writer import SCHEMA
 
@@ -110,7 +110,7 @@ class Tape:
             header=self.headers[-1] if self.headers else {},
             headers=tuple(self.headers),
             steps=tuple(self.steps),
-            incidents=tuple(self.incidents),
+            incidents=IncidentRecords(self.incidents),
             events=tuple(self.events),
             end=self.end,
             troubles=told,
