@@ -92,6 +92,7 @@ PRIVATE = re.compile(
 """Names of torch that are private, also where nanguard has a name of its own that is the same."""
 
 OF_FRAMEWORKS = {
+    "state.names": {"_forward_module"},
     "integrations.fabric": {"_forward_module"},
     "integrations.lightning_fit": {"_logger_connector", "_skip_backward"},
     "integrations.logged": {"_logger_connector", "_results"},

@@ -177,3 +177,17 @@ def test_what_is_not_supported_is_refused() -> None:
     run.fabric.strategy.__class__ = type("DeepSpeedStrategy", (type(run.fabric.strategy),), {})
     with pytest.raises(ValueError, match="does not support DeepSpeedStrategy yet"):
         attach(run.fabric, run.model, run.optimizer)
+
+
+def test_nanguard_run_knows_names_and_clips_without_an_error() -> None:
+    batches = make_batches(NUMBER)
+    clip = lightning_fabric.Fabric.clip_gradients
+    with nanguard.install() as autopilot:
+        healthy, run = Loop(guarded=False).fit(batches), Loop(guarded=False).fit(poisoned(batches, BAD))
+        assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (2 * NUMBER - 1, 1)
+        (incident,) = autopilot.incidents
+    assert incident.reading.gradients[0].endswith("inp.weight")
+    assert "_forward_module" not in str(incident)
+    assert lightning_fabric.Fabric.clip_gradients is clip
+    assert differences(Loop(guarded=False).fit(batches).state(), healthy.state()) == []
+    assert all(torch.isfinite(value).all() for value in run.net.state_dict().values())

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nanguard.autopilot import accelerated
+from nanguard.autopilot import accelerated, fabric_clipping
 from nanguard.autopilot.launch import WhenImported
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.hosted.joining import joining
@@ -49,12 +49,17 @@ class Frameworks:
     def __init__(self, monitor: ProgramMonitor, settings: Settings, take: Callable[[Optimizer], None]) -> None:
         self._monitor, self._take = monitor, take
         self._saved: list[tuple[Any, str, Any]] = []
-        hold = functools.partial(accelerated.hold_schedules, lambda *saved: self._saved.append(saved))
-        self._waits: list[WhenImported] = [WhenImported(accelerated.MODULE, hold)]
+        self._waits = [WhenImported(accelerated.MODULE, functools.partial(accelerated.hold_schedules, self._save))]
+        for module in fabric_clipping.MODULES:
+            patch = functools.partial(fabric_clipping.clip_without_errors, module, self._save)
+            self._waits.append(WhenImported(module, patch))
         if settings.trace or settings.max_norm is not None or settings.keep_fp32:
             return  # only the patches of torch can do that
         for row in ROWS:
             self._waits.append(WhenImported(row.module, functools.partial(self._patch, row)))
+
+    def _save(self, owner: Any, name: str, original: Any) -> None:
+        self._saved.append((owner, name, original))
 
     def remove(self) -> None:
         for waits in self._waits:
@@ -75,7 +80,7 @@ class Frameworks:
             with self._in_charge(row, trainer):
                 return original(trainer, *args, **kwargs)
 
-        self._saved.append((owner, row.method, original))
+        self._save(owner, row.method, original)
         setattr(owner, row.method, train)
 
     @contextlib.contextmanager

@@ -237,7 +237,7 @@ class Registry:
 
     def _adopt(self, loop: HostedLoop) -> bool:
         """A loop begins. Its optimizers are not guarded here. Returns whether it is the first of the program."""
-        is_first = not self.num_optimizers
+        is_first, self.has_guard = not self.num_optimizers, True
         self.num_optimizers += len(loop.optimizers)
         self._loops.append(loop)
         kept = [place for place, (ref, _) in enumerate(self._new) if not _is_in(ref(), loop.optimizers)]

@@ -32,6 +32,7 @@ from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.records.steps import Reading
+from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
 from nanguard.state.undo import Undo
@@ -89,7 +90,7 @@ class HostedStep(UncheckedSteps):
     ) -> None:
         self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
         device = optimizer.param_groups[0]["params"][0].device
-        ddp = [root for root in roots if isinstance(root, DistributedDataParallel)]
+        ddp = [each for root in roots for each in layers(root) if isinstance(each, DistributedDataParallel)]
         group = ddp[0].process_group if ddp else None
         is_mixed = bool(ddp) and not are_all_guarded(group)
         if is_mixed:

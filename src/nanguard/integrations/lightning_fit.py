@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ class GuardedFit(SteppingGuard):
             self._begin_batch()
             if self._updates_statistics:
                 return self._with_statistics_kept(original, *args, **kwargs)
-            self.loop.before_forward(args[0] if args else None, rerun=self._rerun(original, args, kwargs))
+            can_rerun = bool(args) and not isinstance(args[0], Iterator)  # that would take the next batches
+            rerun = self._rerun(original, args, kwargs) if can_rerun else None
+            self.loop.before_forward(args[0] if can_rerun else None, rerun=rerun)
             self._is_in_training_step = True
             try:
                 output = original(*args, **kwargs)
@@ -110,7 +112,7 @@ class GuardedFit(SteppingGuard):
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Any], Tensor] | None:
         """Computes the loss once more. None in manual optimization, where ``training_step`` steps itself."""
-        if not (args and self._module.automatic_optimization):
+        if not self._module.automatic_optimization:
             return None
 
         def rerun(batch: Any) -> Tensor:

@@ -1,8 +1,9 @@
-"""Names as the user wrote them, without the prefixes of DDP and ``torch.compile``."""
+"""Names as the user wrote them, without the prefixes of DDP, ``torch.compile`` and Fabric."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -11,14 +12,21 @@ from nanguard import _compat
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP and ``torch.compile``."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif (inner := _compat.compiled_module(model)) is not None:
-            model = inner
+    """The user's own module inside DDP, ``torch.compile`` and Fabric."""
+    return list(layers(model))[-1]
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The module and what it wraps, from the outside to the user's own module."""
+    inner: Any = model
+    while inner is not None:
+        yield inner
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif type(inner).__name__ == "_FabricModule":
+            inner = inner._forward_module
         else:
-            return model
+            inner = _compat.compiled_module(inner)
 
 
 def plain_name(name: str) -> str:
