@@ -491,6 +491,74 @@ def test_the_other_package_works_too() -> None:
     assert diagnosis.cause == "input_nonfinite"
 
 
+class Validated(Net):
+    """Validation in the middle of an epoch, a schedule that is told a metric of each step, an output that is a dict."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "more": 1}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(make_batches(2, seed=3), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        told = {"scheduler": self.schedule, "interval": "step", "monitor": "loss_step"}
+        return {"optimizer": optimizer, "lr_scheduler": told}
+
+
+def test_validation_and_a_schedule_that_is_told_a_metric(tmp_path: Path) -> None:
+    batches = make_batches(NUMBER)
+    plain = Run(batches, tmp_path, model=Validated(), val_check_interval=0.5)
+    healthy = Run(batches, tmp_path, model=Validated(), guard=GuardCallback(), val_check_interval=0.5)
+    assert differences(plain.state(), healthy.state()) == []
+    assert plain.rows == healthy.logged.rows
+    run = Run(poisoned(batches, BAD), tmp_path, model=Validated(), guard=GuardCallback(), epochs=1)
+    never = Run(without_bad(batches), tmp_path, model=Validated(), epochs=1)
+    assert differences(never.state(), run.state()) == []
+    assert run.values == never.values
+
+
+class Quiet(Net):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class Fetches(Quiet):
+    """Takes its batches itself: it cannot be run again without taking others."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Compiled(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(nn.Sequential(self.inp, self.norm, self.out), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Fetches, Compiled])
+def test_a_step_that_fetches_its_batch_and_a_compiled_model(kind: type[Net], tmp_path: Path) -> None:
+    batches = make_batches(NUMBER)
+    run = Run(poisoned(batches, BAD), tmp_path, model=kind(), guard=GuardCallback(), epochs=1)
+    never = Run(without_bad(batches), tmp_path, model=kind(), epochs=1)
+    assert differences(never.state(), run.state()) == []
+    assert run.guard is not None
+    diagnosis = run.guard.incidents[0].outcome.diagnosis
+    assert diagnosis is not None
+    assert diagnosis.cause == "input_nonfinite"
+
+
 # ---- under nanguard run ----------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         guarded.after_batch()
         skipped = guarded.num_skipped
         if skipped:
-            pl_module.log(SKIPPED, float(skipped), prog_bar=True, on_step=True, on_epoch=False)
+            pl_module.log(SKIPPED, float(skipped), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Examines a bad step in the middle of which the program has raised."""
