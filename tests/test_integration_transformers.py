@@ -502,6 +502,7 @@ def test_ranks_skip_together_and_the_one_with_the_bad_batch_examines_it() -> Non
 
 
 @pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.compile
 def test_a_compiled_model_is_guarded_and_diagnosed(tmp_path: Path) -> None:
     data = samples()
     data[BAD * BATCH + 2]["x"][0] = 10.0

@@ -25,6 +25,7 @@ from nanguard.state.batches import filled, take
 from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.trees import named_tensors
 from nanguard.step.dry_run import DryRun
+from nanguard.step.host_step import HostStep
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
@@ -167,7 +168,8 @@ class Replay:
         pending = self.pending
         if samples is not None:
             micro = pending.microbatches[microbatch]
-            if self.parts.state.device.type != "cpu" or isinstance(micro.loss_fn, TapedRun):
+            # torch.compile would take another size of the batch as a reason to compile anew, and round differently later.
+            if self.parts.state.device.type != "cpu" or isinstance(micro.loss_fn, (HostStep, TapedRun)):
                 samples = filled(samples, num)
             pending = replace(pending, microbatches=[replace(micro, batch=take(micro.batch, samples, num))])
         with self.in_fp32(fp32), self._kept(), self._stage(pending):
