@@ -483,9 +483,9 @@ def test_the_callback_protects_the_weights_and_says_what_it_cannot_do(
 @pytest.mark.campaign
 @needs_gloo
 def test_ranks_skip_together_and_the_one_with_the_bad_batch_examines_it() -> None:
-    here = Path(__file__).parent
+    script = Path(__file__).parent / "scripts" / "hf_trainer_ranks.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, str(here / "scripts" / "hf_trainer_ranks.py"), str(here)]
+    command = [sys.executable, *launch, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     lines = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
     results = sorted((json.loads(line) for line in lines), key=lambda result: result["rank"])

@@ -1,17 +1,13 @@
 """Trains with the Hugging Face Trainer under a launcher; the data of rank 1 have a NaN. Each rank prints the outcome."""
 
 import json
-import sys
 import tempfile
 
-sys.path.insert(0, sys.argv[1])
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
 
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
-
-from nanguard.integrations.transformers import attach  # noqa: E402
+from nanguard.integrations.transformers import attach
 
 STEPS, BAD, BATCH, WORLD = 6, 3, 4, 2
 

@@ -168,7 +168,7 @@ class Replay:
         pending = self.pending
         if samples is not None:
             micro = pending.microbatches[microbatch]
-            # torch.compile would take another size of the batch as a reason to compile anew, and round differently later.
+            # With another size of the batch torch.compile would compile anew, and later steps would round differently.
             if self.parts.state.device.type != "cpu" or isinstance(micro.loss_fn, (HostStep, TapedRun)):
                 samples = filled(samples, num)
             pending = replace(pending, microbatches=[replace(micro, batch=take(micro.batch, samples, num))])
