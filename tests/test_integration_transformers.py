@@ -372,13 +372,18 @@ def test_the_progress_bar_shows_skips(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 class OwnLoss(InOrder):
-    """A Trainer as people write it: its own loss, its own metrics."""
+    """A Trainer as people write it: its own loss, and metrics that it collects as the trainers of TRL do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics: dict[str, list[float]] = {}
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         outputs = model(**inputs)
         chances = outputs["logits"].softmax(1).gather(1, inputs.pop("labels")[:, None])
         loss = -(chances - inputs["x"][:, :1].clamp(9) + 9).log().mean()  # guilty
         self.log({"own": loss.item()})
+        self._metrics.setdefault("loss", []).append(loss.item())
         if not torch.isfinite(loss) and self.args.logging_steps == 7:
             raise RuntimeError("the loss is not finite")
         return (loss, outputs) if return_outputs else loss
@@ -397,6 +402,7 @@ def test_the_line_of_a_loss_of_the_programs_own_is_named_and_its_log_is_muted(tm
     assert diagnosis.source.text.endswith("# guilty")
     assert diagnosis.samples == (2,)
     assert sum("own" in entry for entry in trainer.state.log_history) == WINDOWS
+    assert trainer._metrics["loss"] == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_an_error_of_the_program_in_a_bad_step_is_examined_and_goes_on(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ TESTED = ("4.57", "6.0")
 SKIPPED = "nanguard/skipped"
 """What the skipped steps are logged as, from the first one on."""
 
+_COLLECTED = ("_metrics", "_stored_metrics")
+"""Attributes in which the trainers of TRL collect numbers until they are logged."""
+
 _CANNOT = (
     "GuardCallback protects weights, optimizer state and buffers, and holds the schedule. A callback never gets the "
     "Trainer, so it does not see the loss, measures gradients after clipping, and does not correct the logged loss. "
@@ -78,6 +81,8 @@ class TrainerGuard(AttachedGuard):
         self._is_new = False
         self._kept: Tensor | None = None
         self._norm: Any = None
+        self._collected: dict[str, Any] = {}
+        self.at_detach(self._stack.close)
         for name in ("_inner_training_loop", "training_step", "_maybe_log_save_evaluate", "log"):
             self.wrap(trainer, name, getattr(self, f"_on_{name.removeprefix('_')}"))
 
@@ -108,6 +113,9 @@ class TrainerGuard(AttachedGuard):
                 raise RuntimeError("training_step() of this Trainer does not call accelerator.backward()")
             return self._in_users_size(inner.seen_again)
 
+        if not self._is_new:
+            held = vars(self._trainer)
+            self._collected = {name: copy.deepcopy(held[name]) for name in _COLLECTED if name in held}
         batch = copy.copy(inputs) if isinstance(inputs, MutableMapping) else inputs  # the Trainer removes labels
         inner.loop.before_forward(batch, rerun=rerun)
         self._is_new = True
@@ -120,6 +128,7 @@ class TrainerGuard(AttachedGuard):
         trainer = self._trainer
         if self._is_new and (self.loop.was_refused or self.halted is not None):
             self._num_skipped += 1
+            vars(trainer).update(self._collected)
             loss_sum.copy_(torch.zeros_like(loss_sum) if self._kept is None else self._kept)
             trainer._globalstep_last_logged += 1  # the mean is over the steps since then
             self._show()
