@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,14 @@ def test_the_tables_of_the_readme_and_the_docs_are_what_was_measured(monkeypatch
     for page in readme.PAGES:
         assert page.read_text() == readme.filled(page, results), "run benchmarks/readme.py"
         assert page.read_text().count("| **nanguard**") >= (3 if page == readme.README else 5)
+
+
+def test_the_table_of_frameworks_is_what_was_measured() -> None:
+    frameworks = runpy.run_path(str(ROOT / "benchmarks" / "frameworks.py"), run_name="frameworks")
+    page, results = frameworks["PAGE"].read_text(), frameworks["newest"]()
+    assert page == frameworks["filled"](page, results), "run benchmarks/frameworks.py"
+    assert results["frameworks"].keys() == frameworks["FRAMEWORKS"].keys()
+    for rows in results["frameworks"].values():
+        assert {rows["guarded"][column] for column in frameworks["COLUMNS"]} <= {"same", ""}
+        assert "NaN" in rows["alone"].values()
+        assert rows["guarded"]["ended"] == ""
