@@ -153,7 +153,7 @@ def main() -> None:
         one(args.one)
         return
     names = [name for name in FRAMEWORKS if args.only in ("", name)]
-    results = {
+    results: dict[str, Any] = {
         "machine": f"cpu-{platform.machine()}",
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).date().isoformat(),
