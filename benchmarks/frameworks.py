@@ -1,4 +1,4 @@
-"""One NaN batch in each framework, alone and with nanguard: what is right afterwards? A dated table.
+"""One NaN batch in each framework: alone, under nanguard run, and with its integration. A dated table.
 
     python benchmarks/frameworks.py                  # all frameworks, printed and written to results/
     python benchmarks/frameworks.py --only timm      # one, printed
@@ -22,8 +22,10 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ COLUMNS = {
     "means": "mean loss",
     "best": "best checkpoint",
 }
+KINDS = {"alone": "alone", "run": "under `nanguard run`", "attached": "**with its integration**"}
 METHOD = (
     "A small model with BatchNorm trains for three epochs of eight batches; one value of one batch of the first epoch "
     "is NaN. Everything is compared with a run of the same program, alone, whose data never had that batch: *same* is "
@@ -79,16 +82,16 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (math.isnan(one) and math.isnan(other))
 
 
-def run_one(name: str) -> dict[str, Any]:
-    """In this process: the perfect run, the run alone, and the guarded one."""
+def run_one(name: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """In this process: the perfect run, and the runs with the bad batch."""
     programs = importlib.import_module(f"framework_programs.with_{name}")
     from framework_programs.common import make_epochs, with_nan, without_batch
 
     epochs = make_epochs()
     perfect, _ = _trained(programs, without_batch(epochs), is_guarded=False)
     rows: dict[str, Any] = {"version": importlib.metadata.version(programs.PACKAGE)}
-    for kind, is_guarded in (("alone", False), ("guarded", True)):
-        found, ended = _trained(programs, with_nan(epochs), is_guarded=is_guarded)
+    for kind in kinds:
+        found, ended = _trained(programs, with_nan(epochs), is_guarded=kind == "attached")
         told = {column: compared(getattr(found, column), getattr(perfect, column)) for column in COLUMNS}
         rows[kind] = {**told, "ended": ended}
     return rows
@@ -104,10 +107,19 @@ def _trained(programs: Any, epochs: Any, *, is_guarded: bool) -> tuple[Any, str]
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    """In a process of its own: frameworks hold state of the process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--one", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    """In processes of their own: frameworks hold state of the process, and one process is under ``nanguard run``."""
+    rows = _process([], name, ("alone", "attached"))
+    if "skipped" not in rows:
+        rows["run"] = _process(["-m", "nanguard", "run"], name, ("alone",))["alone"]
+    return rows
+
+
+def _process(command: list[str], name: str, kinds: Sequence[str]) -> dict[str, Any]:
+    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *command, str(Path(__file__).resolve()), "--one", name, "--kinds", ",".join(kinds)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
     if done.returncode == SKIPPED:
         return {"skipped": done.stdout.strip()}
     if done.returncode != 0:
@@ -124,11 +136,11 @@ def table(results: dict[str, Any]) -> str:
         if "skipped" in rows:
             notes.append(f"{title} was not run: {rows['skipped']}.")
             continue
-        for kind, how in (("alone", "alone"), ("guarded", "**with nanguard**")):
+        for kind, how in KINDS.items():
             cells = [rows[kind][column] or "–" for column in COLUMNS]
             first = f"{title} {rows['version']}" if kind == "alone" else ""
             lines.append(f"| {first} | {how} | {' | '.join(cells)} |")
-        notes += [f"{title} {kind}: {rows[kind]['ended']}" for kind in ("alone", "guarded") if rows[kind]["ended"]]
+        notes += [f"{title}, {how}: {rows[kind]['ended']}" for kind, how in KINDS.items() if rows[kind]["ended"]]
     where = f"{results['machine']}, torch {results['torch']}, {results['date']}."
     return "\n".join([*lines, "", " ".join([where, *notes])]) + "\n"
 
@@ -148,9 +160,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="one of " + ", ".join(FRAMEWORKS))
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        one(args.one)
+        one(args.one, args.kinds.split(","))
         return
     names = [name for name in FRAMEWORKS if args.only in ("", name)]
     results: dict[str, Any] = {
@@ -183,14 +196,14 @@ def use_packages_without_kernels() -> None:
         sys.modules["torchaudio"] = stand_in
 
 
-def one(name: str) -> None:
+def one(name: str, kinds: Sequence[str]) -> None:
     """What a process of its own does. The result is the last line that it prints."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     use_packages_without_kernels()
     try:
-        rows = run_one(name)
+        rows = run_one(name, kinds)
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed")
         sys.exit(SKIPPED)

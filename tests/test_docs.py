@@ -152,6 +152,6 @@ def test_the_table_of_frameworks_is_what_was_measured() -> None:
     assert page == frameworks["filled"](page, results), "run benchmarks/frameworks.py"
     assert results["frameworks"].keys() == frameworks["FRAMEWORKS"].keys()
     for rows in results["frameworks"].values():
-        assert {rows["guarded"][column] for column in frameworks["COLUMNS"]} <= {"same", ""}
+        assert {rows["attached"][column] for column in frameworks["COLUMNS"]} <= {"same", ""}
         assert "NaN" in rows["alone"].values()
-        assert rows["guarded"]["ended"] == ""
+        assert rows["attached"]["ended"] == ""
