@@ -225,3 +225,22 @@ def test_a_halt_ends_the_loop_with_finite_weights() -> None:
     expected = Program(guarded=False).train(make_batches()[:5])
     assert differences(everything(run.model, [run.optimizer]), everything(expected.model, [expected.optimizer])) == []
     run.guard.detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0**10}, {"accumulate": 2}], ids=str)
+def test_under_nanguard_run_an_unchanged_loop_leaves_the_step_out(options: dict[str, Any]) -> None:
+    batches = make_batches()
+    update = AverageMeter.update
+    without = batches[:4] + batches[6:] if "accumulate" in options else batches[:5] + batches[6:]
+    expected = Program(guarded=False, **options).train(without).train(batches).facts()
+    plain = Program(guarded=False, **options).train(batches).facts()
+    with nanguard.install() as autopilot:
+        healthy = Program(guarded=False, **options).train(batches).facts()
+        run = Program(guarded=False, **options).train(spoiled(batches, 5, "nan batch")).train(batches).facts()
+        assert autopilot.counts["skipped"] == 1
+    assert differences(healthy, plain) == []
+    if "accumulate" in options:
+        assert math.isfinite(run.pop("averages")[0])  # the good micro-batch of the skipped step is in the mean
+        expected.pop("averages")
+    assert differences(run, expected) == []
+    assert AverageMeter.update is update

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from nanguard.autopilot import accelerated, fabric_clipping
 from nanguard.autopilot.launch import WhenImported
 from nanguard.autopilot.monitor import ProgramMonitor
+from nanguard.autopilot.timm_loops import TimmLoops
 from nanguard.hosted.joining import joining
 from nanguard.hosted.settings import Settings
 
@@ -53,6 +54,7 @@ class Frameworks:
         for module in fabric_clipping.MODULES:
             patch = functools.partial(fabric_clipping.clip_without_errors, module, self._save)
             self._waits.append(WhenImported(module, patch))
+        self._waits += TimmLoops(lambda: monitor.hosted_steps, self._save).waits()
         if settings.trace or settings.max_norm is not None or settings.keep_fp32:
             return  # only the patches of torch can do that
         for row in ROWS:
