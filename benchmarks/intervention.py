@@ -97,7 +97,7 @@ def best(seen: Watched) -> float:
 
 def in_words(answers: Sequence[dict[str, Any]]) -> str:
     if not answers:
-        return "no warning" if answers is None else "nothing"
+        return "nothing"
     counts: dict[str, int] = {}
     for each in answers:
         did = each["did"] if each["response"] == "raise_precision" else "learning rate times 0.3"

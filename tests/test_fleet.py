@@ -15,6 +15,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import fleet
+import intervention
 from nanguard.monitor.observer import Monitor
 from nanguard.monitor.quantities import KINDS
 from nanguard.step.observers import Observer
@@ -64,6 +65,17 @@ def test_a_failing_run_is_warned_of_and_a_healthy_one_is_not(tmp_path: Path) -> 
     scored = subprocess.run([sys.executable, fleet.FLEET / "score.py", out], capture_output=True, text=True, check=True)
     assert "at lead>=50 1/1" in scored.stdout
     assert "module 1/1" in scored.stdout
+
+
+@pytest.mark.campaign
+def test_acting_on_the_warning_lets_a_failing_run_finish() -> None:
+    row = intervention.compare(RUNS / "fail_underflow_lossweight_fp16.py", 0)
+    assert row["without"]["event"] is not None
+    assert row["acting"]["event"] is None
+    assert not row["same"]
+    assert row["first_alert"] < row["answers"][0]["step"] < row["without"]["event"]
+    facts = {"device": "x", "date": "today", "torch": "2", "seed": 0, "rungs": intervention.ANSWERS, "rows": [row]}
+    assert "finish if warnings are answered: **1 of 1**" in intervention.markdown(facts)
 
 
 @pytest.mark.parametrize(
