@@ -624,6 +624,8 @@ def test_other_processes_are_started_as_they_are(tmp_path: Path) -> None:
     """
     ended = done(*NANGUARD, script(tmp_path, code), cwd=tmp_path)
     assert ended.stdout.split("\n") == ["False", "child False", "child True", "shell", ""], ended.stderr
+    told = ended.stderr.replace("\n", " ")
+    assert "train.py was started as a program of its own, which is NOT GUARDED" in " ".join(told.split())
 
 
 def test_the_rank_that_looks_first_decides_for_all() -> None:

@@ -182,7 +182,7 @@ def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Seq
             if os.getpid() != process:
                 pass  # a process that the program forked
             elif is_first_rank():
-                _sum_up(begun[0] if begun else None, settings.run_dir, quiet)
+                _sum_up(begun[0] if begun else None, settings.run_dir, str(relaunch), quiet)
             elif begun:
                 begun[0].uninstall()
     is_halted = os.getpid() == process and bool(begun) and begun[0].counts.get("halted", 0) > 0
@@ -192,8 +192,11 @@ def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Seq
         raise left
 
 
-def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) -> None:
-    """Prints one line to stderr, and writes the report if there were incidents. Never raises."""
+def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, of_others: str, quiet: bool) -> None:
+    """Prints one line to stderr, and writes the report if there were incidents. Never raises.
+
+    ``of_others`` tells of programs that were started and are not guarded.
+    """
     try:
         told, incidents, where = "nothing to guard: torch was never imported", False, ""
         if autopilot is not None:
@@ -206,7 +209,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, quiet: bool) 
             has_log = folder is not None and folder.is_made and (folder.path / "run.jsonl").exists()
             where = _report(folder.path, incidents) if folder is not None and has_log else ""
         if (incidents or not quiet) and sys.stderr is not None:
-            print(fitted(f"nanguard: {told}{where}", terminal_width()), file=sys.stderr)
+            print(fitted(f"nanguard: {told}{of_others}{where}", terminal_width()), file=sys.stderr)
     except Exception:
         log.exception("the summary of the run could not be written")
 
