@@ -33,7 +33,7 @@ _MOST_BATCHES = 64
 GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "gradients that are all 0": (torch.zeros_like, 1),
     "gradients as small as they get": (lambda p: torch.full_like(p, torch.finfo(p.dtype).smallest_normal), 1),
-    "the same gradients again and again": (lambda p: torch.linspace(0.1, 1, p.numel()).to(p).view_as(p), 16),
+    "the same gradients again and again": (lambda p: torch.linspace(0.1, 1, p.numel()).to(p).view_as(p), 64),
 }
 """Gradients that a layer may get, and how many times: of a dead layer, of one far from the loss, of a bias."""
 
@@ -176,14 +176,16 @@ class _Flight:
 
     def _update(self) -> Generator[None, None, None]:
         """The optimizer alone, with gradients that a layer may get."""
+        rehearsal = self._rehearsal
         for words, (fill, times) in GRADIENTS.items():
-            with self._rehearsal.untouched(), self._rehearsal.with_gradients(fill) as pending:
-                for _ in range(times):
-                    if self._rehearsal.is_update_bad():
-                        self._findings.add_update(words, pending)
-                        break
-                    self._rehearsal.update()
-                    yield
+            if not rehearsal.survives(fill, times):
+                with rehearsal.untouched(), rehearsal.with_gradients(fill) as pending:
+                    for _ in range(times):
+                        if rehearsal.is_update_bad():
+                            self._findings.add_update(words, pending)
+                            break
+                        rehearsal.update()
+            yield
 
     def _search_inputs(self) -> Generator[None, None, None]:
         searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)

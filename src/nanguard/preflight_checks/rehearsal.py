@@ -209,6 +209,14 @@ class Rehearsal:
             for param, grad in grads:
                 param.grad = grad
 
+    def survives(self, fill: Callable[[Tensor], Tensor], times: int) -> bool:
+        """Whether weights and optimizer state are finite after so many updates with such gradients."""
+        known = set(self.parts.state.nonfinite())
+        with self.untouched(), self.with_gradients(fill):
+            for _ in range(times):
+                self.update()
+            return set(self.parts.state.nonfinite()) <= known
+
     def is_update_bad(self) -> bool:
         """Whether the gradients of now make a non-finite update."""
         self.num_steps += 1
