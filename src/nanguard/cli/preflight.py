@@ -7,9 +7,8 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -26,26 +25,22 @@ EXAMPLES = (
     "nanguard preflight train.py:build --json",
 )
 
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+PRECISIONS: tuple[PrecisionName, ...] = ("auto", "fp32", "bf16", "fp16")
+
 _MOST_BATCHES = 16
-
-
-class PrecisionName(str, Enum):
-    """What ``--precision`` accepts."""
-
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 def preflight(
     entry: Annotated[
         str, typer.Argument(metavar="FILE:FUNCTION", help="Builds the model: train.py:build or pkg.train:build.")
     ],
-    precision: Annotated[PrecisionName, typer.Option(help="What the run will be trained in.")] = PrecisionName.auto,
-    loss_scale: Annotated[
-        bool, typer.Option("--loss-scale/--no-loss-scale", help="In fp16, scale the loss as a GradScaler does.")
-    ] = True,
+    precision: Annotated[
+        str, typer.Option(help="What the run is trained in: fp32, bf16, fp16, or auto for the best of the device.")
+    ] = "auto",
+    no_loss_scale: Annotated[
+        bool, typer.Option("--no-loss-scale", help="In fp16, do not scale the loss as a GradScaler does.")
+    ] = False,
     minutes: Annotated[float, typer.Option(min=0.01, help="Stop after this time.")] = 3.0,
     run_dir: Annotated[Path, typer.Option(file_okay=False, help="The folder that findings are saved to.")] = Path(
         "nanguard-runs/preflight"
@@ -71,6 +66,7 @@ def preflight(
     from nanguard.run_folder import RunFolder
     from nanguard.step.precision import LossScale
 
+    wanted = _checked(precision)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             program = build(entry, seed)
@@ -85,8 +81,8 @@ def preflight(
                 batches[0],
                 program.optimizer,
                 more_batches=batches[1:],
-                precision=precision.value,
-                loss_scale=LossScale() if precision is PrecisionName.fp16 and loss_scale else None,
+                precision=wanted,
+                loss_scale=None if no_loss_scale else LossScale(),
                 minutes=minutes,
                 run_dir=RunFolder(run_dir, is_new=True),
                 progress=progress,
@@ -99,6 +95,13 @@ def preflight(
     else:
         say(Console(highlight=False), str(report))
     raise typer.Exit(report.status)
+
+
+def _checked(precision: str) -> PrecisionName:
+    for name in PRECISIONS:
+        if precision == name:
+            return name
+    raise typer.BadParameter(f"--precision must be auto, fp32, bf16 or fp16, got {precision!r}")
 
 
 def _batches(program: BuiltProgram, entry: str) -> list[Any]:
