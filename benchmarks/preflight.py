@@ -3,9 +3,9 @@
     python benchmarks/preflight.py                                  the open cases
     python benchmarks/preflight.py --cases benchmarks/zoo/own       the others
 
-A faulty case is given the batches from before the step at which it becomes non-finite (``step`` of its label, which is
-read for this alone); a healthy one is given all its batches. A fault is found if a finding names its line. A case that
-fails at its first step has no healthy prefix, and is left out.
+A faulty case is given the batches from before the step at which it becomes non-finite (``step`` of its label, or
+``loss_step`` if something is wrong from the start and shows later); a healthy one is given all its batches. A fault is
+found if a finding names its line. A case that fails at its first step has no healthy prefix, and is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def examined(path: Path, minutes: float) -> PreflightReport | None:
     case = load(path)
     facts = case.CASE
     model, optimizer, batches, loss_fn = case.build(0)
-    healthy = list(islice(batches, facts["step"]))
+    step = facts["step"] if facts["step"] != 0 else facts.get("loss_step", 0)
+    healthy = list(islice(batches, step))
     if not healthy:
         return None
     return nanguard.preflight(

@@ -331,6 +331,23 @@ def test_what_holds_in_all_data_is_kept_if_it_is_not_there_by_chance() -> None:
     assert torch.equal(data[0][0], allowed)
 
 
+def test_times_that_rise_and_probabilities_stay_what_they_are() -> None:
+    torch.manual_seed(0)
+    data = [
+        (torch.rand(6, 5).cumsum(-1), torch.softmax(torch.randn(6, 4), -1), F.normalize(torch.randn(6, 3), dim=-1))
+        for _ in range(3)
+    ]
+    assert [each.rule for each in ranges_of(data).values()] == ["rises", "sums to 1", "has length 1"]
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        times, chances, directions = batch
+        speed = model(times[:, 1:]) / times.diff(dim=-1)
+        entropy = -torch.xlogy(chances, chances).sum(-1)
+        return speed.mean() + entropy.mean() + torch.rsqrt(directions.square().sum(-1)).mean()
+
+    assert nanguard.preflight(nn.Linear(4, 4), loss_fn, data[0], more_batches=data[1:]).findings == ()
+
+
 # ---- everything is put back ------------------------------------------------------------------------------------------
 
 

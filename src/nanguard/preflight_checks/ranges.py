@@ -16,9 +16,16 @@ ValueKind = Literal["flag", "index", "length", "real", "other"]
 """``flag``: only 0 and 1, as in a mask. ``index``: whole numbers, as tokens and classes. ``length``: whole numbers
 from 1 up to the size of another tensor. ``real``: numbers."""
 
+RowRule = Literal["", "rises", "sums to 1", "has length 1"]
+"""What holds for each row of a tensor in all data: it rises, as times do; its numbers sum to 1, as probabilities do; it
+is a unit vector."""
+
 _MOST_VALUES = 1 << 22
 _BY_CHANCE = 1e-3
 """A relation that unrelated data would have with a higher probability than this is not one."""
+
+_NEARLY = 1e-2
+"""Half precision rounds sums and lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +33,7 @@ class TensorRange:
     """One tensor of the batches: ``low`` and ``high`` bound its finite values in all of them.
 
     ``common`` is the most frequent value of an ``index``, ``padding`` the one that stands for nothing, None if that is
-    not known. ``shapes`` are those that were seen.
+    not known. ``shapes`` are those that were seen. ``rule`` says what holds for each row.
     """
 
     name: str
@@ -36,6 +43,12 @@ class TensorRange:
     common: float
     shapes: tuple[tuple[int, ...], ...]
     padding: float | None = None
+    rule: RowRule = ""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether each number can be changed without the others."""
+        return self.kind == "real" and not self.rule
 
     @property
     def is_bounded(self) -> bool:
@@ -85,7 +98,25 @@ def _range_of(name: str, tensors: list[Tensor], sizes: set[int]) -> TensorRange:
             kind = "flag"
         elif low >= 1 and all(len(shape) == 1 for shape in shapes) and high in sizes:
             kind = "length"
-    return TensorRange(name=name, kind=kind, low=low, high=high, common=common, shapes=shapes)
+    rule = _rule_of(dense) if kind == "real" or (kind == "index" and all(t.is_floating_point() for t in dense)) else ""
+    return TensorRange(name=name, kind=kind, low=low, high=high, common=common, shapes=shapes, rule=rule)
+
+
+def _rule_of(tensors: Sequence[Tensor]) -> RowRule:
+    """Not by chance: rows that have no order rise with a probability of 1 / n!."""
+    if any(tensor.ndim == 0 or tensor.shape[-1] < 2 for tensor in tensors):
+        return ""
+    rows = [tensor.reshape(-1, tensor.shape[-1]).double() for tensor in tensors]
+    if all(bool((row.diff(dim=-1) > 0).all()) for row in rows):
+        chance = math.exp(-sum(len(row) * math.lgamma(row.shape[-1] + 1) for row in rows))
+        return "rises" if chance < _BY_CHANCE else ""
+    if all(bool((row >= 0).all()) and _are_one(row.sum(-1)) for row in rows):
+        return "sums to 1"
+    return "has length 1" if all(_are_one(row.norm(dim=-1)) for row in rows) else ""
+
+
+def _are_one(values: Tensor) -> bool:
+    return bool(((values - 1).abs() < _NEARLY).all())
 
 
 # ---- relations -------------------------------------------------------------------------------------------------------

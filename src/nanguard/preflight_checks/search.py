@@ -97,7 +97,7 @@ class Searcher:
     def _real_names(self) -> list[str]:
         tensors = dict(named_tensors(self._start))
         known = (self._ranges[name] for name in tensors)
-        return [e.name for e in known if e.kind == "real" and e.low < e.high and tensors[e.name].is_floating_point()]
+        return [e.name for e in known if e.is_free and e.low < e.high and tensors[e.name].is_floating_point()]
 
     def _watched(self, batch: Any) -> tuple[EdgeWatch | None, list[Tensor]]:
         """The margins, and the numbers of the batch as leaves. None if the program does not accept the batch."""

@@ -73,7 +73,11 @@ class LegalBatches:
             yield Stress(words=f"{MORE} times as many samples", batch=take(self._base, [*range(num)] * MORE, num))
 
     def _partial(self, each: TensorRange) -> Iterator[Stress]:
-        """A mask that leaves one entry, or all but one."""
+        """A mask that leaves one entry, or all but one; a probability of 1, and a unit vector along an axis."""
+        if each.rule in ("sums to 1", "has length 1"):
+            batch = self._changed({each.name: partial(_with_one, is_one=True)}, is_whole=False)
+            if batch is not None:
+                yield Stress(words=f"the first sample of {each.name} is 1 and then 0", batch=batch)
         for is_one in (True, False):
             if each.kind == "flag" and each.shapes[0] and each.shapes[0][-1] > 1:
                 batch = self._changed({each.name: partial(_with_one, is_one=is_one)}, is_whole=False)
@@ -100,7 +104,7 @@ class LegalBatches:
 
     def _all_at_once(self) -> Iterator[Stress]:
         """A whole sample that is constant, in all its numbers and masks."""
-        real = [each for each in self.ranges.values() if each.kind in ("real", "flag")]
+        real = [each for each in self.ranges.values() if each.is_free or each.kind == "flag"]
         for level, value_of in _LEVELS.items():
             values = {each.name: value_of(each) for each in real}
             changes = {name: _filling(value) for name, value in values.items() if value is not None}
@@ -115,7 +119,7 @@ class LegalBatches:
     def _scaled(self) -> Iterator[Stress]:
         for each in self.ranges.values():
             for scale in SCALES:
-                if each.kind != "real" or (scale > 1 and each.is_bounded) or (scale < 1 and not each.has_zero):
+                if not each.is_free or (scale > 1 and each.is_bounded) or (scale < 1 and not each.has_zero):
                     continue
                 for is_whole in (False, True):
                     batch = self._changed({each.name: partial(torch.mul, other=scale)}, is_whole=is_whole)
@@ -177,6 +181,8 @@ class LegalBatches:
 
 def _values(each: TensorRange) -> list[float]:
     """Constants that a tensor may consist of."""
+    if each.rule:
+        return []
     if each.kind == "flag":
         return [0.0, 1.0]
     if each.kind == "index":
