@@ -40,13 +40,14 @@ class Searcher:
         self._rehearsal, self._ranges = rehearsal, ranges
         self._start = batch
         self._names = self._real_names()
-        self._home = [p.detach().clone() for p in rehearsal.parameters]
+        self._params = [p for p in rehearsal.parameters if p.is_floating_point()]
+        self._home = [p.detach().clone() for p in self._params]
         self._reach = [REACH * _typical_size(p) for p in self._home]
 
     def sites(self, *, in_weights: bool) -> list[DangerSite]:
         """The dangerous ops whose operand depends on the numbers of the batch, or else on the weights."""
         watch, leaves = self._watched(self._start)
-        points = self._rehearsal.parameters if in_weights else leaves
+        points = self._params if in_weights else leaves
         return [] if watch is None else [site for site, margin in watch.margins().items() if _moves(margin, points)]
 
     def push(self, site: DangerSite, *, in_weights: bool) -> Iterator[Pushed]:
@@ -55,7 +56,7 @@ class Searcher:
         Follows the sign of the gradient, and if that does not help, the gradient; then with smaller steps. When it
         yields, the weights are those it is about.
         """
-        params = self._rehearsal.parameters if in_weights else []
+        params = self._params if in_weights else []
         best, step, is_signed = math.inf, _FIRST_STEP, True
         batch, good = self._start, (self._start, [p.detach().clone() for p in params])
         grads: list[Tensor | None] = []
