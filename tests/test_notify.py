@@ -129,3 +129,23 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     while not (tmp_path / "incidents.txt").exists() or not (tmp_path / "incidents.txt").read_text():
         time.sleep(0.02)
     assert (tmp_path / "incidents.txt").read_text() == "step 5: the loss is NaN: step skipped, nothing changed\n"
+
+
+def test_nanguard_run_notifies_of_an_unchanged_program_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for value in (1.0, float('nan'), 2.0, float('nan'), 3.0):\n"
+        "    loss = model(torch.tensor([[value, 1.0]])).mean()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    tell = "echo $NANGUARD_EVENT $NANGUARD_STEP $NANGUARD_CAUSE >> told.txt"
+    command = [sys.executable, "-m", "nanguard", "run", "--notify", tell, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    while not (tmp_path / "told.txt").exists() or not (tmp_path / "told.txt").read_text():
+        time.sleep(0.02)
+    assert (tmp_path / "told.txt").read_text() == "incident 1 input_nonfinite\n"

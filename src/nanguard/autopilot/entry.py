@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from nanguard.autopilot.patches import Patches
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.incidents.bundle import CaptureLevel
+from nanguard.integrations.notify import Notify
 from nanguard.numerics.clip import require_max_norm
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incidents
@@ -189,6 +191,8 @@ def begin_in_child(settings: Settings) -> Autopilot | None:
 
 def begin(settings: Settings) -> Autopilot:
     """Installs an autopilot with settings that have been checked."""
+    if settings.notify:
+        settings = replace(settings, notify="", observers=(*settings.observers, Notify(settings.notify)))
     autopilot = Autopilot._installed = Autopilot(settings)
     atexit.register(autopilot.uninstall)
     if multiprocessing.parent_process() is not None:  # such processes end without atexit

@@ -69,6 +69,9 @@ def run(
     ] = "batch",
     trace: Annotated[bool, typer.Option("--trace", help="Trace every op from the first step on. Slow.")] = False,
     monitor: Annotated[bool, typer.Option("--monitor", help="Warn before something goes wrong.")] = False,
+    notify: Annotated[
+        str, typer.Option(metavar="COMMAND", help="Run this on the first incident of each kind, and on a halt.")
+    ] = "",
     halt_on_first: Annotated[bool, typer.Option("--halt-on-first", help="Stop at the first bad step.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line, and only after incidents.")] = False,
 ) -> None:
@@ -93,7 +96,7 @@ def run(
         settings = _settings(program, policy, halt_on_first, max_norm, trace)
         place, kept = _place(run_dir, program.name), tuple(keep_fp32 or ())
         settings = dataclasses.replace(
-            settings, run_dir=place, keep_fp32=kept, capture=_checked(capture), monitor=monitor
+            settings, run_dir=place, keep_fp32=kept, capture=_checked(capture), monitor=monitor, notify=notify
         )
     except LaunchError as error:
         fail(str(error), as_json=False)
@@ -135,6 +138,7 @@ def _options(settings: Settings, policy: str | None, halts: bool, quiet: bool) -
         with contextlib.suppress(OSError):  # the run log of this rank warns about it
             folder = settings.run_dir.make()
     given = {"--policy": policy, "--max-norm": settings.max_norm, "--run-dir": folder, "--capture": settings.capture}
+    given["--notify"] = settings.notify or None
     flags = {"--trace": settings.trace, "--monitor": settings.monitor, "--halt-on-first": halts, "--quiet": quiet}
     values = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     values += [text for name in settings.keep_fp32 for text in ("--keep-fp32", name)]

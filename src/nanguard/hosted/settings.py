@@ -36,6 +36,7 @@ class Settings:
 
     ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
     ``monitor`` warns before something goes wrong, for each optimizer on its own.
+    ``notify`` is a command that is run when something has gone wrong.
     """
 
     policy: Policy = field(default_factory=patient_policy)
@@ -43,6 +44,7 @@ class Settings:
     run_dir: RunFolder | None = None
     trace: bool = False
     monitor: bool = False
+    notify: str = ""
     sync: Literal["auto", "eager", "late"] = "auto"
     diagnose: How = "auto"
     capture: CaptureLevel = "batch"
