@@ -115,6 +115,23 @@ def test_a_writer_of_the_user_stays_open_and_repeats_are_written_now_and_then(tm
     assert scalars["nanguard/incidents"][9] == 7
 
 
+def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    saved: dict[str, Any] = {}
+    for number in (1, 2):
+        model, opt = build(torch.optim.AdamW)
+        guard = nanguard.Guard(model, opt, observers=[TensorBoard(tmp_path / str(number))])
+        if saved:
+            guard.load_state_dict(saved)
+        for batch in guard.epoch(poisoned(make_batches(4), 2)):
+            guard.step(loss_fn, batch)
+        saved = guard.state_dict()
+        guard.close()
+        scalars, _ = scalars_and_texts(tmp_path / str(number))
+        assert list(scalars["nanguard/skipped"].values())[-1] == number
+        assert max(scalars["nanguard/skipped"]) == 4 * number - 1
+
+
 def test_a_halt_is_written_although_nothing_closes_the_guard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     model, opt = build(torch.optim.AdamW)

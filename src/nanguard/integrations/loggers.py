@@ -108,6 +108,13 @@ class MetricsLogger(Observer, ABC):
             self._close()
             self._is_open = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, which go on after a resume."""
+        return dict(self._counts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._counts |= state
+
     def _is_ready(self) -> bool:
         """Opens the logger before its first use. False on other ranks."""
         if not self._is_open and is_first_rank():
