@@ -283,3 +283,9 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 def test_a_bad_every_is_refused(every: Any) -> None:
     with pytest.raises(ValueError, match="every must be a whole number of steps from 1, got "):
         MLflow(every=every)
+
+
+def test_what_is_no_writer_is_refused() -> None:
+    pytest.importorskip("tensorboard")
+    with pytest.raises(ValueError, match="writer_or_dir must be a folder or a SummaryWriter, got None"):
+        TensorBoard(None)

@@ -224,5 +224,26 @@ def test_what_people_use_besides_can_be_searched_for(site: Path, word: str) -> N
     assert [page["location"] for page in pages if word in f"{page['title']} {page['text']}".lower()]
 
 
+FRAMEWORKS = {
+    "tensorboard": "loggers",
+    "wandb": "loggers",
+    "mlflow": "loggers",
+    "notify": "notify",
+    "speechbrain": "speechbrain",
+    "timm": "timm",
+    "lightning": "lightning",
+    "fabric": "fabric",
+    "trainer": "transformers",
+    "accelerate": "accelerate",
+}
+
+
+@pytest.mark.parametrize(("word", "page"), FRAMEWORKS.items(), ids=FRAMEWORKS)
+def test_searching_for_a_framework_finds_its_page(site: Path, word: str, page: str) -> None:
+    pages = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = [each["location"] for each in pages if word in f"{each['title']} {each['text']}".lower()]
+    assert f"integrations/{page}.html" in found
+
+
 def test_scripts_of_the_docs_are_not_published(site: Path) -> None:
     assert list(site.rglob("*.py")) == []

@@ -160,6 +160,8 @@ class TensorBoard(MetricsLogger):
         super().__init__(every=every)
         require("tensorboard", tested=("2.14", "3"), extra="tensorboard")
         is_folder = isinstance(writer_or_dir, (str, Path))
+        if not is_folder and not hasattr(writer_or_dir, "add_scalar"):
+            raise ValueError(f"writer_or_dir must be a folder or a SummaryWriter, got {writer_or_dir!r}")
         self._folder = str(writer_or_dir) if is_folder else None
         self._writer: Any = None if is_folder else writer_or_dir
 
