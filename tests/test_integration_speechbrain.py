@@ -261,6 +261,29 @@ def test_a_recipe_with_a_fit_batch_of_its_own() -> None:
     assert differences({**facts(brain), "optimizer_step": 0}, {**facts(expected), "optimizer_step": 0}) == []
 
 
+class WithoutScaler(Recipe):
+    """Calls ``backward()`` on the loss itself."""
+
+    def fit_batch(self, batch: Batch) -> Tensor:
+        outputs = self.compute_forward(batch, sb.Stage.TRAIN)
+        loss = self.compute_objectives(outputs, batch, sb.Stage.TRAIN)
+        self.check_loss_isfinite(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizers_step()
+        self.on_fit_batch_end(batch, outputs, loss, should_step=True)
+        return loss.detach()
+
+
+def test_a_recipe_that_does_not_scale_its_loss() -> None:
+    batches = make_batches()
+    brain = make(WithoutScaler)
+    with attach(brain) as guard:
+        fit(brain, spoiled(batches, 3, "nan loss"))
+    expected = fit(make(WithoutScaler), batches[:3] + batches[4:])
+    assert guard.incidents[0].reading.found == ("loss",)
+    assert differences(facts(brain), facts(expected)) == []
+
+
 class TwoOptimizers(Recipe):
     def init_optimizers(self) -> None:
         first, last = self.modules.net[:2].parameters(), self.modules.net[2:].parameters()

@@ -65,7 +65,7 @@ class BrainGuard(AttachedGuard):
         self._begin_window()
         self._num_left_out = 0
         """Batches of this epoch that were in skipped steps."""
-        self._was_left_out = False
+        self._was_left_out = self._has_told_loss = False
         self._is_train_loss = False
         for name in (
             "fit",
@@ -116,7 +116,7 @@ class BrainGuard(AttachedGuard):
             self._before, self._average_before = side, self._brain.avg_train_loss
             self._carried = _gradients(self._optimizers) if len(self._optimizers) > 1 else {}
         self._num_in_window += 1
-        self._was_left_out = False
+        self._was_left_out = self._has_told_loss = False
         self.loop.before_forward(batch, rerun=lambda again: self._rerun(again, side))
         try:
             loss = original(batch)
@@ -133,6 +133,8 @@ class BrainGuard(AttachedGuard):
     def _in_check_loss_isfinite(self, original: Callable[..., None], loss: Tensor) -> None:
         if not self._is_fitting:
             original(loss)
+        elif not self._has_told_loss:  # the recipe does not scale
+            self.on_scale(loss)
 
     def _in_optimizers_step(self, original: Callable[..., None]) -> None:
         count = self._brain.optimizer_step
@@ -178,6 +180,7 @@ class BrainGuard(AttachedGuard):
         """The Brain is about to call ``backward()`` on this loss, after scaling it."""
         is_loss = isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1
         if self._is_fitting and is_loss and not self.loop.is_rerunning:
+            self._has_told_loss = True
             self.loop.after_forward(loss)
 
     def on_unscale(self, optimizer: Optimizer, scaler: Any) -> None:
