@@ -4,8 +4,9 @@
     PYTHONPATH=src python benchmarks/intervention.py --only fail_drift
 
 Both runs are guarded, watched with the same monitor and trained in the loop of fleet.py; they differ in the rungs for
-warnings alone. A run finishes if it reaches its last step without the event that fleet/README.md defines. A healthy run
-has to be the same with and without, to the bit.
+warnings alone. A run finishes if it reaches its last step without the event that fleet/README.md defines; a loss above
+three times its best for less than the last 50 steps does not count. A healthy run has to be the same with and without,
+to the bit.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import LowerLR, RaisePrecision, Rung
 from nanguard.step.observers import Observer
 
-ANSWERS: tuple[Rung, ...] = (
-    RaisePrecision("module", when="alert", times=8),
-    RaisePrecision("model", when="alert", times=1),
-    LowerLR(0.3, when="alert", times=6),
-)
+ANSWERS: dict[str, Rung] = {
+    'RaisePrecision("module", when="alert", times=8)': RaisePrecision("module", when="alert", times=8),
+    'RaisePrecision("model", when="alert", times=1)': RaisePrecision("model", when="alert", times=1),
+    'LowerLR(0.3, when="alert", times=6)': LowerLR(0.3, when="alert", times=6),
+}
 
 
 class Answers(Observer):
@@ -66,22 +67,29 @@ def run(path: Path, seed: int, answers: Sequence[Rung]) -> tuple[Watched, list[d
     return seen, collected.told, first
 
 
-def last_loss(seen: Watched) -> float:
-    """The mean of the last 50 losses."""
+def event_of(seen: Watched) -> int | None:
+    """The step at which the run failed. ``weights`` are there if it reached its end: then only its loss can be bad."""
+    if seen.event is not None and seen.weights and len(seen.losses) - seen.event < 50:
+        return None
+    return seen.event
+
+
+def last_loss(seen: Watched) -> float | None:
+    """The mean of the last 50 losses; None if one is not finite."""
     losses = seen.losses[-50:]
-    return math.fsum(losses) / len(losses)
+    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else None
 
 
 def compare(path: Path, seed: int) -> dict[str, Any]:
     plain, _, first = run(path, seed, ())
-    acted, told, _ = run(path, seed, ANSWERS)
+    acted, told, _ = run(path, seed, tuple(ANSWERS.values()))
     same = plain.losses == acted.losses and all(map(torch.equal, plain.weights, acted.weights))
     return {
         "id": path.stem,
         "seed": seed,
         "first_alert": first,
-        "without": {"event": plain.event, "steps": len(plain.losses), "loss": last_loss(plain)},
-        "acting": {"event": acted.event, "steps": len(acted.losses), "loss": last_loss(acted)},
+        "without": {"event": event_of(plain), "steps": len(plain.losses), "loss": last_loss(plain)},
+        "acting": {"event": event_of(acted), "steps": len(acted.losses), "loss": last_loss(acted)},
         "best_before": best(plain),
         "same": same,
         "answers": told,
@@ -116,9 +124,9 @@ def markdown(facts: dict[str, Any]) -> str:
     healthy = [row for row in rows if row["without"]["event"] is None]
     warned = [row for row in failing if row["answers"]]
     saved = [row for row in failing if row["acting"]["event"] is None]
-    later = [row for row in failing if row not in saved and row["acting"]["steps"] > row["without"]["steps"]]
+    later = [row for row in failing if row not in saved and row["acting"]["event"] > row["without"]["event"]]
     changed = [row["id"] for row in healthy if not row["same"]]
-    rungs = ", ".join(f"`{rung!r}`" for rung in facts["rungs"])
+    rungs = "; ".join(f"`{rung}`" for rung in facts["rungs"])
     lines = [
         f"# Acting on warnings, {facts['device']}, {facts['date']}",
         "",
@@ -162,10 +170,10 @@ def main() -> None:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "seed": args.seed,
-        "rungs": [repr(rung) for rung in ANSWERS],
+        "rungs": list(ANSWERS),
         "rows": rows,
     }
-    text = markdown({**facts, "rungs": ANSWERS})
+    text = markdown(facts)
     print(f"\n{text}")
     if args.out is not None:
         path = args.out / f"intervention-cpu-{platform.machine().replace('_', '-')}-{facts['date']}.json"

@@ -74,7 +74,14 @@ def test_acting_on_the_warning_lets_a_failing_run_finish() -> None:
     assert row["acting"]["event"] is None
     assert not row["same"]
     assert row["first_alert"] < row["answers"][0]["step"] < row["without"]["event"]
-    facts = {"device": "x", "date": "today", "torch": "2", "seed": 0, "rungs": intervention.ANSWERS, "rows": [row]}
+    facts = {
+        "device": "x",
+        "date": "today",
+        "torch": "2",
+        "seed": 0,
+        "rungs": list(intervention.ANSWERS),
+        "rows": [row],
+    }
     assert "finish if warnings are answered: **1 of 1**" in intervention.markdown(facts)
 
 
