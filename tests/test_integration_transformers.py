@@ -377,6 +377,7 @@ class OwnLoss(InOrder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._metrics: dict[str, list[float]] = {}
+        self.num_seen = 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         outputs = model(**inputs)
@@ -384,6 +385,7 @@ class OwnLoss(InOrder):
         loss = -(chances - inputs["x"][:, :1].clamp(9) + 9).log().mean()  # guilty
         self.log({"own": loss.item()})
         self._metrics.setdefault("loss", []).append(loss.item())
+        self.num_seen += len(outputs["logits"])
         if not torch.isfinite(loss) and self.args.logging_steps == 7:
             raise RuntimeError("the loss is not finite")
         return (loss, outputs) if return_outputs else loss
@@ -402,6 +404,7 @@ def test_the_line_of_a_loss_of_the_programs_own_is_named_and_its_log_is_muted(tm
     assert diagnosis.source.text.endswith("# guilty")
     assert diagnosis.samples == (2,)
     assert sum("own" in entry for entry in trainer.state.log_history) == WINDOWS
+    assert trainer.num_seen == WINDOWS * BATCH
     assert trainer._metrics["loss"] == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,14 @@ class TrainerGuard(AttachedGuard):
 
         def rerun(batch: Any) -> Tensor:
             inner.seen_again = None
-            original(model, batch, *args, **kwargs)
+            with _counting_nothing(self._trainer):
+                original(model, batch, *args, **kwargs)
             if inner.seen_again is None:
                 raise RuntimeError("training_step() of this Trainer does not call accelerator.backward()")
             return self._in_users_size(inner.seen_again)
 
         if not self._is_new:
-            held = vars(self._trainer)
-            self._collected = {name: copy.deepcopy(held[name]) for name in _COLLECTED if name in held}
+            self._collected = _collected(self._trainer)
         batch = copy.copy(inputs) if isinstance(inputs, MutableMapping) else inputs  # the Trainer removes labels
         inner.loop.before_forward(batch, rerun=rerun)
         self._is_new = True
@@ -147,8 +148,8 @@ class TrainerGuard(AttachedGuard):
             return
         if is_training and self._num_skipped and "train_loss" in logs:  # the mean over all steps
             num_steps = self._trainer.state.global_step - getattr(self._trainer, "_initial_global_step", 0)
-            total = vars(self._trainer)["_total_loss_scalar"]
-            logs["train_loss"] = total / max(num_steps - self._num_skipped, 1)
+            num_applied = num_steps - self._num_skipped
+            logs["train_loss"] = vars(self._trainer)["_total_loss_scalar"] / num_applied if num_applied else math.nan
         if is_training and self._num_skipped and ("loss" in logs or "train_loss" in logs):
             logs[SKIPPED] = self.num_skipped
         original(logs, *args, **kwargs)
@@ -195,6 +196,22 @@ class TrainerGuard(AttachedGuard):
             bar: Any = getattr(callback, "training_bar", None)
             if hasattr(bar, "set_postfix"):
                 bar.set_postfix(skipped=self.num_skipped)
+
+
+def _collected(trainer: Any) -> dict[str, Any]:
+    held = vars(trainer)
+    return {name: copy.deepcopy(held[name]) for name in _COLLECTED if name in held}
+
+
+@contextlib.contextmanager
+def _counting_nothing(trainer: Any) -> Iterator[None]:
+    """Numbers that the program counts or collects in the trainer are put back."""
+    numbers = {name: value for name, value in vars(trainer).items() if isinstance(value, (int, float))}
+    before = {**numbers, **_collected(trainer)}
+    try:
+        yield
+    finally:
+        vars(trainer).update(before)
 
 
 def stop_cleanly(control: Any, args: Any, error: NonFiniteError) -> None:
