@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
@@ -20,23 +19,17 @@ from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.accelerate import AcceleratorGuard, check_supported, plain_optimizer, plain_scheduler
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.packages import require
+from nanguard.integrations.transformers_callback import TESTED, GuardCallback, stop_cleanly
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
-log = logging.getLogger("nanguard")
+__all__ = ["GuardCallback", "TrainerGuard", "attach"]
 
-TESTED = ("4.57", "6.0")
 SKIPPED = "nanguard/skipped"
 """What the skipped steps are logged as, from the first one on."""
 
 _COLLECTED = ("_metrics", "_stored_metrics")
 """Attributes in which the trainers of TRL collect numbers until they are logged."""
-
-_CANNOT = (
-    "GuardCallback protects weights, optimizer state and buffers, and holds the schedule. A callback never gets the "
-    "Trainer, so it does not see the loss, measures gradients after clipping, and does not correct the logged loss. "
-    "nanguard.integrations.transformers.attach(trainer) does all of it"
-)
 
 
 def attach(
@@ -212,64 +205,3 @@ def _counting_nothing(trainer: Any) -> Iterator[None]:
         yield
     finally:
         vars(trainer).update(before)
-
-
-def stop_cleanly(control: Any, args: Any, error: NonFiniteError) -> None:
-    """Training ends after this step, with a checkpoint if the program saves any."""
-    log.error("training stops, since the policy halts the run: %s", error)
-    control.should_training_stop = True
-    control.should_save = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-
-
-def _callback_class() -> Any:
-    return require("transformers", tested=TESTED, extra="transformers").TrainerCallback
-
-
-class GuardCallback(_callback_class()):  # type: ignore[misc]
-    """For programs that cannot call ``attach(trainer)``. What a callback cannot do is logged when training begins.
-
-    Takes ``policy``, ``run_dir``, ``observers``, ``diagnose`` and ``capture`` as ``attach`` does.
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: Policy | None = None,
-        run_dir: str | Path | None = None,
-        observers: Sequence[Observer] = (),
-        diagnose: How = "auto",
-        capture: CaptureLevel = "batch",
-    ) -> None:
-        self._options: dict[str, Any] = {"policy": policy, "run_dir": run_dir, "observers": observers}
-        self._options.update(diagnose=diagnose, capture=capture)
-        self.guard: AttachedGuard = AttachedGuard()
-        """``incidents``, ``counts`` and ``summary()`` of the current training, or of the last one."""
-        self.halted: NonFiniteError | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if args.world_size > 1 or not hasattr(optimizer, "step_was_skipped"):
-            raise ValueError(
-                f"GuardCallback supports one process and no DeepSpeed, got {args.world_size} and a "
-                f"{type(optimizer).__name__}: use nanguard.integrations.transformers.attach(trainer)"
-            )
-        log.warning(_CANNOT)
-        self.guard.detach()
-        scheduler = plain_scheduler(kwargs.get("lr_scheduler"))
-        loop = HostedLoop(
-            model,
-            plain_optimizer(optimizer),
-            schedulers=() if scheduler is None else scheduler,
-            first_step=state.global_step,
-            **self._options,
-        )
-        self.guard = guard = AcceleratorGuard(loop, None, [optimizer])
-        guard.follow(model)
-        guard.on_halt = lambda error: self._stop(args, control, error)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.guard.detach()
-
-    def _stop(self, args: Any, control: Any, error: NonFiniteError) -> None:
-        self.halted = error
-        stop_cleanly(control, args, error)
