@@ -444,6 +444,8 @@ def test_detach_restores_everything(tmp_path: Path) -> None:
     guard = integration.attach(trainer)
     with pytest.raises(RuntimeError, match="training has not begun"):
         guard.summary()
+    with pytest.raises(ValueError, match="guarded already"):
+        integration.attach(trainer)
     trainer.train()
     assert guard.summary().startswith("8 steps")
     guard.detach()
@@ -484,6 +486,15 @@ def test_the_callback_protects_the_weights_and_says_what_it_cannot_do(
     assert differences(state_of(never), state_of(trainer)) == []
     assert callback.guard.counts["skipped"] == 1
     assert "step" not in vars(trainer.optimizer)
+
+    for sample in data[BAD * BATCH :]:
+        nan_in_data(sample, Classifier())
+    callback = integration.GuardCallback(policy=nanguard.Policy([Halt()]))
+    stops = make(data, tmp_path / "c", callbacks=[callback], save_strategy="steps", save_steps=100)
+    stops.train()
+    assert callback.halted is not None
+    assert stops.state.global_step == BAD + 1
+    assert (tmp_path / "c" / f"checkpoint-{BAD + 1}" / "trainer_state.json").exists()
 
 
 # ---- launchers and compilers -----------------------------------------------------------------------------------------

@@ -57,6 +57,9 @@ def attach(
     """
     require("transformers", tested=TESTED, extra="transformers")
     check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
+    step = vars(trainer).get("training_step")
+    if isinstance(getattr(getattr(step, "func", None), "__self__", None), TrainerGuard):
+        raise ValueError("this Trainer is guarded already: call detach() of the guard that attach() returned first")
     options = {"policy": policy, "run_dir": run_dir, "observers": observers, "diagnose": diagnose, "capture": capture}
     return TrainerGuard(trainer, options)
 
