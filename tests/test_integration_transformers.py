@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import SequentialSampler
 
 import nanguard
@@ -21,7 +22,7 @@ from launching import needs_gloo
 from nanguard.policy.rungs import Halt, Skip
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 from nanguard.integrations import transformers as integration  # noqa: E402
 
@@ -259,6 +260,56 @@ def test_the_run_log_has_the_loss_and_the_norm_that_the_trainer_logs(tmp_path: P
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [reading.loss for reading in heard] == pytest.approx([entry["loss"] for entry in logged], rel=1e-4)
     assert [reading.norms[0] for reading in heard] == pytest.approx([entry["grad_norm"] for entry in logged])
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+
+def in_fp16(trainer: Any, scale: float = 2.0**10) -> Any:
+    """As on a GPU: Accelerate makes no scaler on a CPU."""
+    accelerator = trainer.accelerator
+    accelerator.scaler = GradScaler("cpu", init_scale=scale, growth_interval=100)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    return trainer
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """Accelerators of a process share their precision."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**127], ids=["healthy", "overflow"])
+def test_fp16_with_a_scaler_is_the_same_and_an_overflow_is_routine(tmp_path: Path, scale: float) -> None:
+    plain, trainer = (in_fp16(make(samples(), tmp_path / name), scale) for name in "ab")
+    plain.train()
+    guard = integration.attach(trainer)
+    trainer.train()
+    assert differences(state_of(plain), state_of(trainer)) == []
+    assert str(history_of(plain)) == str(history_of(trainer)), "NaN norms of overflows too"
+    assert plain.accelerator.scaler.get_scale() == trainer.accelerator.scaler.get_scale()
+    assert guard.incidents == ()
+    assert guard.counts["backed_off"] == (WINDOWS if scale > 2.0**20 else 0)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_module_that_overflows_in_fp16_is_kept_in_fp32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    with torch.no_grad():
+        model.net.inp.weight.mul_(1e6)  # normalised afterwards
+    trainer = in_fp16(make(samples(), tmp_path, model=model))
+    guard = integration.attach(trainer)
+    trainer.train()
+    assert guard.num_skipped == 4
+    assert guard.counts["applied"] == WINDOWS - 4
+    diagnosis = guard.incidents[0].outcome.diagnosis
+    assert diagnosis is not None
+    assert diagnosis.cause == "overflow_fp16"
+    assert diagnosis.modules_to_keep == ("net.inp",)
+    assert guard.unsound() == ()
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
