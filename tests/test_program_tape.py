@@ -233,3 +233,19 @@ def test_a_program_that_calls_forward_and_gives_up_in_its_first_step() -> None:
             optimizer.step()
     found = only(autopilot.incidents)
     assert (found.capture, found.cause, found.samples, at(found)) == ("tape", "input_nonfinite", (7,), line("solver"))
+
+
+def test_a_learning_rate_of_another_network_is_told() -> None:
+    """A GAN: the judge learns far too fast, and the maker's loss is the first that shows it."""
+    with nanguard.install() as autopilot:
+        maker, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        first, second = Adam(judge.parameters(), lr=1e30), Adam(maker.parameters(), lr=1e-3)
+        judge(maker(torch.randn(4, 4)).detach()).mean().backward()
+        first.step()
+        first.zero_grad()
+        judge(maker(torch.randn(4, 4))).pow(2).mean().backward()
+        second.step()
+    found = only(autopilot.incidents)
+    assert found.cause == "learning_rate_too_high"
+    assert found.network.startswith("maker")
+    assert "judge.2" in found.because or "judge.0" in found.because

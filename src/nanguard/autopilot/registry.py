@@ -34,6 +34,7 @@ from nanguard.hosted.trained_modules import (
 from nanguard.records.steps import Incident, Incidents
 from nanguard.state.names import unwrapped
 from nanguard.step.journal import Journal
+from nanguard.step.parts import StepParts
 from nanguard.wiring import introduce
 
 log = logging.getLogger("nanguard")
@@ -156,10 +157,10 @@ class Registry:
         hosted_steps = self.hosted_steps
         for hosted in hosted_steps if len(hosted_steps) > 1 else ():
             hosted.parts.network = f"{self._networks.get(hosted, '')}, trained by {hosted.name}".removeprefix(", ")
-            hosted.parts.other_networks = functools.partial(self._others, weakref.ref(hosted))
+            hosted.parts.other_parts = functools.partial(self._others, weakref.ref(hosted))
 
-    def _others(self, ref: weakref.ref[HostedStep]) -> list[nn.Module]:
-        return [each.parts.state.own_model for each in self.hosted_steps if each is not ref()]
+    def _others(self, ref: weakref.ref[HostedStep]) -> list[StepParts]:
+        return [each.parts for each in self.hosted_steps if each is not ref()]
 
     def _make(
         self, optimizer: Optimizer, trained: nn.Module, roots: list[nn.Module], *, name: str, shares: bool

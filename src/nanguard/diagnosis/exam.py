@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nanguard.diagnosis.look import can_look
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
-from nanguard.numerics.norm import tensor_norms
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.batch_indices import indices_of, num_samples_of
+from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
@@ -29,17 +27,6 @@ OlderWeights = Callable[[], AbstractContextManager[bool]]
 _MOST_STRETCHES, _STRETCHES_BEHIND = 64, 2
 _LAYERS = frozenset(("addmm", "mm", "mv", "convolution"))
 _DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "stack"))
-
-
-class ParameterSizes:
-    """The largest absolute value of each parameter at one moment. Only ``read`` syncs."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        measured = {name: p.detach() for name, p in parameters.items() if can_look(p)}
-        self._sizes = dict(zip(measured, tensor_norms(list(measured.values()), math.inf), strict=True))
-
-    def read(self) -> dict[str, float]:
-        return {name: float(size) for name, size in self._sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
 from nanguard.diagnosis.look import largest
@@ -13,6 +13,7 @@ from nanguard.diagnosis.provenance import TraceEvent
 from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.state.training_state import TrainingState
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 _NOT_BY_SIZE = (
@@ -42,7 +43,7 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
         return diagnosis
     jump = None if diagnosis.cause in _NOT_BY_SIZE else _jump(exam)
     if jump is not None:
-        return _of_learning_rate(exam, diagnosis, *jump)
+        return _of_learning_rate(diagnosis, jump)
     if diagnosis.cause not in _OVERFLOWS:
         return diagnosis
     huge = _huge_parameter(exam, event)
@@ -72,28 +73,45 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
     )
 
 
-def _jump(exam: Exam) -> tuple[str, float, float] | None:
-    """The parameter that the first steps have made grow most, its size before and now. None if none has jumped."""
-    past = exam.past
-    if past.first_sizes is None or not 0 < past.num_applied <= _FIRST_STEPS:
-        return None
-    before, best = past.first_sizes.read(), None
-    for name, parameter in exam.parts.state.parameters().items():
-        then, now = before.get(name, math.nan), largest(parameter.detach())
-        growth = now / (max(then, 1e-3) if then else 1.0)  # what begins with 0, as biases do, has no size to grow from
-        if growth >= _JUMPED and (best is None or growth > best[0]):
-            best = growth, (name, then, now)
-    return None if best is None else best[1]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jump:
+    """A parameter that the first steps, ``num`` of them, have made grow from ``then`` to ``now``."""
+
+    state: TrainingState
+    name: str
+    then: float
+    now: float
+    num: int
+    first_norm: float
+
+    @property
+    def growth(self) -> float:
+        return self.now / (max(self.then, 1e-3) if self.then else 1.0)  # what begins with 0, as biases do, has no size
 
 
-def _of_learning_rate(exam: Exam, diagnosis: Diagnosis, name: str, then: float, now: float) -> Diagnosis:
-    optimizer = exam.parts.state.optimizer_of(name)
+def _jump(exam: Exam) -> Jump | None:
+    """The parameter that has grown most, of this network or of another one that the program trains. None if none."""
+    past, best = exam.past, None
+    own = exam.parts, past.first_sizes, past.num_applied, past.readings
+    others = [(o, o.first_sizes, o.journal.counts["applied"], o.journal.recent) for o in exam.parts.other_parts()]
+    for parts, sizes, num, readings in (own, *others):
+        if sizes is None or not 0 < num <= _FIRST_STEPS:
+            continue
+        before, norm = sizes.read(), next((max(reading.norms) for reading in readings if reading.norms), 0.0)
+        for name, parameter in parts.state.parameters().items():
+            then, now = before.get(name, math.nan), largest(parameter.detach())
+            jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm)
+            if jump.growth >= _JUMPED and (best is None or jump.growth > best.growth):
+                best = jump
+    return best
+
+
+def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:
+    optimizer, num = jump.state.optimizer_of(jump.name), jump.num
     rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
-    norms = [max(reading.norms) for reading in exam.past.readings if reading.norms]
-    if rate < 1 and norms and norms[0] > _LARGEST_NORM:
+    if rate < 1 and jump.first_norm > _LARGEST_NORM:
         return diagnosis
-    num = exam.past.num_applied
-    because = f"{name} grew from {then:.3g} to {now:.3g} in {num} step{'s' * (num > 1)}"
+    because = f"{jump.name} grew from {jump.then:.3g} to {jump.now:.3g} in {num} step{'s' * (num > 1)}"
     how = f"of {type(optimizer).__name__} with lr={rate:g}" if rate else "by the program's own update"
     return replace(
         diagnosis,

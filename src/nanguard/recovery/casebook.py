@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nanguard.diagnosis.causes import with_remedy
-from nanguard.diagnosis.exam import ParameterSizes, Past
+from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
 from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import as_seen
+from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -25,7 +26,7 @@ class Casebook:
         self, parts: StepParts, examinations: DiagnosisScheduler, ring: SnapshotRing | None, bundles: Bundles | None
     ) -> None:
         self._parts, self._examinations, self._ring, self._bundles = parts, examinations, ring, bundles
-        self._first_sizes = ParameterSizes(parts.state.parameters())
+        parts.first_sizes = ParameterSizes(parts.state.parameters())
 
     def examine(self, pending: PendingStep, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
         """Where it came from and why; the same on all ranks. What the run ends with is not taken for a repeat."""
@@ -34,7 +35,7 @@ class Casebook:
             readings=tuple(self._parts.journal.recent),
             older_weights=None if ring is None else ring.weights_of_oldest,
             oldest_step=ring.steps[0] if ring is not None and ring.steps else None,
-            first_sizes=self._first_sizes,
+            first_sizes=self._parts.first_sizes,
             num_applied=self._parts.journal.counts["applied"],
         )
         diagnosis = self._examinations.examine(

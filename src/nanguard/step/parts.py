@@ -24,6 +24,7 @@ from nanguard.source.frames import runs_user_code
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import unwrapped
+from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.training_state import TrainingState
 from nanguard.state.undo import Undo
 from nanguard.step.clipping import Clipper
@@ -53,7 +54,8 @@ class StepParts:
     and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
     changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the code with
     which the user can keep modules in fp32. If a program trains several networks, ``network`` names this one, and
-    ``other_networks`` are those that its steps may call too.
+    ``other_parts`` are those of the others, which its steps may call too. ``first_sizes`` are those of the parameters
+    at the beginning.
     """
 
     state: TrainingState
@@ -78,7 +80,12 @@ class StepParts:
     careful_until: int = 0
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
     network: str = ""
-    other_networks: Callable[[], Sequence[nn.Module]] = tuple
+    other_parts: Callable[[], Sequence[StepParts]] = tuple
+    first_sizes: ParameterSizes | None = None
+
+    def other_networks(self) -> list[nn.Module]:
+        """Networks that other optimizers train."""
+        return [each.state.own_model for each in self.other_parts()]
 
     @property
     def is_careful(self) -> bool:
