@@ -249,3 +249,61 @@ def test_a_learning_rate_of_another_network_is_told() -> None:
     assert found.cause == "learning_rate_too_high"
     assert found.network.startswith("maker")
     assert "judge.2" in found.because or "judge.0" in found.because
+
+
+# ---- what is not said ------------------------------------------------------------------------------------------------
+
+
+def test_what_torch_func_makes_is_not_called_data() -> None:
+    """Torch does not tell of its results: nothing is better than a wrong cause."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def loss_of(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return (torch.func.functional_call(model, p, (x,)) - y).abs().sqrt().sum()
+
+        for step in range(STEPS):
+            x = torch.randn(4, 6)
+            y = model(x).detach() if step == BAD else torch.randn(4, 1)
+            params = {name: p.detach() for name, p in model.named_parameters()}
+            slopes = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(params, x, y)
+            for name, p in model.named_parameters():
+                p.grad = slopes[name].mean(0)
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert found.cause == "unknown"
+    assert any("maybe from torch.func" in note for note in found.notes)
+
+
+def other() -> Tensor:
+    """Has a variable of the same name, which is another one."""
+    target = torch.zeros(3)
+    target[1] = NAN
+    return target
+
+
+def test_a_variable_of_another_function_is_another_one_and_a_constant_is_no_batch() -> None:
+    other()
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            target = torch.rand(8, 3).softmax(-1)
+            if step == BAD:
+                target[5] = torch.tensor([1.0, 0.0, 0.0])
+            q = model(torch.randn(8, 6)).softmax(-1)
+            optimizer.zero_grad()
+            (target * (target.log() - q.log())).sum().backward()  # a target of zero
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.op, found.samples, at(found)) == ("log_of_zero", "log", (), line("a target of zero"))
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for target in [torch.ones(3), torch.tensor([1.0, NAN, 1.0])]:
+            out = model(torch.ones(6))
+            optimizer.zero_grad()
+            F.mse_loss(out, target).backward()  # bad target
+            optimizer.step()
+    assert at(only(autopilot.incidents)) == line("bad target")

@@ -72,21 +72,30 @@ def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
 
 
 def line_that_makes_data(
-    names: Sequence[str], place: int | None, num: int, files: Iterable[str], *, not_in: Sequence[str] = ()
+    names: Sequence[str],
+    place: int | None,
+    num: int,
+    files: Iterable[str],
+    *,
+    not_in: Sequence[str] = (),
+    used_in: str = "",
 ) -> Source | None:
     """The line that makes a piece of data, found by its names or by its index in the ``num`` entries of a batch.
 
-    Functions that only use the data are ignored: ``not_in``, and ``forward`` of modules.
+    Functions that only use the data are ignored: ``not_in``, and ``forward`` of modules. If the function that uses the
+    data, ``used_in``, has a variable of such a name itself, variables of other functions are others.
     """
     program, found = ProgramSource(tuple(files)), list[tuple[bool, Origin]]()
+    own = list[tuple[bool, Origin]]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
         if program.function_of(node) in ("forward", *not_in):
             continue
         if isinstance(node, (ast.Assign, ast.AugAssign)) and set(names) & set(stored_names(node)):
             found.append((True, program.origin(file, node, node.value)))
+            own += found[-1:] if program.function_of(node) == used_in else []
         for value, is_by_name in _parts_of_batch(node, names, place, num):
             found.append((is_by_name, program.origin(file, node, value)))
-    risky = [each for each in found if each[1].risk > 1]  # a name says more than a place
+    risky = [each for each in own or found if each[1].risk > 1]  # a name says more than a place
     return max(risky, key=lambda each: (each[0], each[1].risk))[1].source if risky else None
 
 

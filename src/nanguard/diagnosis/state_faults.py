@@ -73,7 +73,9 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         cause = "optimizer_state_corrupted"
         return replace(diagnosis, phase="optimizer", cause=cause, because=because, samples=(), evidence=())
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
-    line = authorship.line_that_makes_data(*_names_of(exam, event.origin), exam.files(), not_in=users)
+    used_in = user.place[2] if user is not None and user.place is not None else ""
+    names = _names_of(exam, event.origin)
+    line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in)
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
     return replace(
         diagnosis,

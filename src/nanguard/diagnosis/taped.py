@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.diagnosis.look import look
 from nanguard.source.arguments import argument_names
 from nanguard.source.frames import standing_in
 from nanguard.state.training_state import TrainingState
@@ -46,6 +47,11 @@ class TapedRun:
         self._numbers = tape.needed((*loss.roots, *loss.gradients), loss.last)
 
     @property
+    def numbered(self) -> list[tuple[int, Row | None]]:
+        """The rows with their numbers."""
+        return list(zip(self._numbers, self.rows, strict=True))
+
+    @property
     def rows(self) -> list[Row | None]:
         """Those that are needed; None for one that is no longer on the tape."""
         return [self._tape.row(number) for number in self._numbers]
@@ -64,7 +70,7 @@ class TapedRun:
             key = self._keys.get(id(token.tensor))
             return token.tensor if key is None else batch[key]
 
-        for number, row in zip(self._numbers, self.rows, strict=True):
+        for number, row in self.numbered:
             assert row is not None
             made[number] = self._run(row, model, value_of)
         losses = [value_of(root) for root in self._loss.roots]
@@ -154,15 +160,18 @@ def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int])
     """Which call cannot be made again, and why; None if all can."""
     if any(isinstance(root, Unseen) for root in (*loss.roots, *loss.gradients)):
         return "the loss was made by code that torch does not tell of" + (", or long before" if tape.was_cut else "")
-    for row in run.rows:
+    for number, row in run.numbered:
         if row is None:
             return "there were too many of them to keep"
+        is_late = tape.transformed is not None and number >= tape.transformed
         for token in row.tokens:
             where = f"{row.name}{_at(row)}"
             if isinstance(token, Unseen):
                 return f"{where} was given a tensor from code that torch does not tell of, or from an earlier step"
             if isinstance(token, Outside) and id(token.tensor) not in trained and changed(token):
                 return f"{where} was given a tensor that has been changed in place since"
+            if is_late and isinstance(token, Outside) and not look(token.tensor).is_finite:
+                return f"{where} was given a non-finite tensor, maybe from torch.func, which torch does not tell of"
     return None
 
 

@@ -10,10 +10,12 @@ import torch
 
 from nanguard.diagnosis.exam import is_one_sample
 from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.taped import TapedRun
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
 from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.batches import filled
+from nanguard.state.trees import tensors
 
 _OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
 """Causes that are not in the batch."""
@@ -142,7 +144,7 @@ class Trials:
             suspects = []
         is_guessed = not suspects
         if is_guessed:
-            suspects = self._bisected(num)
+            suspects = self._bisected(num) if self._is_batch(num) else []
         if not suspects or len(suspects) == num:
             return replace(diagnosis, samples=())
         alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
@@ -155,6 +157,16 @@ class Trials:
             some = others[:: max(1, len(others) // _MOST_OTHERS)]
             is_guilty = any(self._on(f"sample {sample} alone", [sample], num) for sample in some)
         return replace(diagnosis, samples=tuple(suspects) if is_guilty else ())
+
+    def _is_batch(self, num: int) -> bool:
+        """False if only one tensor of a taped step has so many rows, and none that a loader or the model was given."""
+        micro = self._replay.pending.microbatches[self._microbatch]
+        if not isinstance(micro.loss_fn, TapedRun):
+            return True
+        same = [tensor for tensor in tensors(micro.batch) if tensor.shape[:1] == (num,)]
+        calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
+        given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
+        return len(same) > 1 or bool(self._replay.pending.fetched) or any(t.shape[:1] == (num,) for t in given)
 
     def _bisected(self, num: int) -> list[int]:
         """Bisect the batch to one sample that is non-finite alone. Empty if it takes several together."""

@@ -126,7 +126,8 @@ class CallTape:
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
     ``has_calls`` says that some rows are calls of modules, ``is_settled`` that the model was called to train: what
     comes before is data that the program prepares. ``raised`` is the last call that raised and was given something
-    non-finite.
+    non-finite. ``transformed`` is the first row inside ``torch.func.grad``, ``vmap`` or others, whose results are not
+    told of.
     """
 
     rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class CallTape:
     has_calls: bool = False
     is_settled: bool = False
     raised: int | None = None
+    transformed: int | None = None
 
     def row(self, number: int) -> Row | None:
         """None if the row is no longer there: the tape was cut, since it had become too long."""

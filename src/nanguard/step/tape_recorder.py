@@ -285,7 +285,11 @@ class TapeRecorder(TorchFunctionMode):
             if mark is not None and mark[0]() is tensor and self.tape is not None:
                 self.tape.older = self._older[0]
                 return mark[1]
-        if tensor.grad_fn is not None or _compat_modes.is_transformed(tensor):
+        if _compat_modes.is_transformed(tensor):
+            if self.tape is not None and self.tape.transformed is None:
+                self.tape.transformed = self._next
+            return Unseen()
+        if tensor.grad_fn is not None:
             return Unseen()
         return self._from_outside(tensor)
 
