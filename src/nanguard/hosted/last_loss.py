@@ -13,6 +13,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
 from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.pending import PendingStep
+from nanguard.step.tape import CallTape, Made, TapedLoss, is_readable
 from nanguard.step.tape_recorder import TapeRecorder
 
 
@@ -44,9 +45,20 @@ def end_in_the_middle(
         losses.append(seen[0].detach().reshape(()))
         pending.graph_finding = examine_graph([seen[0]], seen[1])
     if taper.tape is this.tape:
-        taper.note_end(None if seen is None else seen[0])
+        _note_end(taper, this.tape, None if seen is None else seen[0])
     pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
     discarded.end(pending, list(this.calls), losses, error)
+
+
+def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> None:
+    """What is to be made again: this loss, the call that raised, or the last NaN that the program still holds."""
+    if loss is not None:
+        taper.note_losses([loss])
+    elif not tape.losses:
+        bad = (made for made, tensor in taper.held() if is_readable(tensor) and bool(tensor.isnan().any()))
+        root = next(bad, None) if tape.raised is None else Made(tape.raised, 0)
+        if root is not None:
+            tape.losses.append(TapedLoss((root,), (), root.number))
 
 
 def _passed(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
-from nanguard.state.trees import mapped, tensors
+from nanguard.state.trees import is_float, mapped, tensors
 from nanguard.step.calls import Call
 
 
@@ -227,6 +227,12 @@ def sets_data_of_trained(function: Any, tensor: Tensor) -> bool:
 def is_write(name: str) -> bool:
     """Whether a function of this name changes its first argument in place."""
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether it is a plain dense tensor of floating-point numbers, which can be looked at whatever torch does now."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not _compat_modes.is_transformed(tensor)
+    return is_plain and is_float(tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def place_of(code: CodeType | None, at: int) -> Place | None:

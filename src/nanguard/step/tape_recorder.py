@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -16,9 +16,19 @@ from torch.overrides import TorchFunctionMode
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import HANDLERS, is_users_file
 from nanguard.state.rng import RngState
-from nanguard.state.trees import PLAIN, is_float, mapped, tensors
+from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
-from nanguard.step.tape import CallTape, Drawn, Made, Outside, TapedLoss, Unseen, changed, sets_data_of_trained
+from nanguard.step.tape import (
+    CallTape,
+    Drawn,
+    Made,
+    Outside,
+    TapedLoss,
+    Unseen,
+    changed,
+    is_readable,
+    sets_data_of_trained,
+)
 from nanguard.step.tape_functions import FunctionCalls
 from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
 
@@ -154,7 +164,8 @@ class TapeRecorder(TorchFunctionMode):
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except Exception:
-            self._note_raised((func, given, named, *self._position(sys._getframe(1)), is_grad, _NO_AUTOCAST, rng), args)
+            raw = func, given, named, *self._position(sys._getframe(1)), is_grad, _NO_AUTOCAST, rng
+            self._note_raised(raw, (args, kwargs))
             raise
         finally:
             self._is_inside = False
@@ -228,32 +239,17 @@ class TapeRecorder(TorchFunctionMode):
             given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
 
-    def note_end(self, loss: Tensor | None) -> None:
-        """The program ends in the middle of a step: at this loss, in a call that raised, or with NaN in its hands.
-
-        Syncs.
-        """
-        tape = self.tape
-        if tape is not None and loss is not None:
-            self.note_losses([loss])
-        elif tape is not None and not tape.losses:
-            root = self._last_nan() if tape.raised is None else Made(tape.raised, 0)
-            if root is not None:
-                tape.losses.append(TapedLoss((root,), (), root.number))
-
-    def _last_nan(self) -> Made | None:
-        """The last result with NaN that the program still holds, or the functions that its error has passed."""
-        for held, made in sorted(self._marks.values(), key=lambda mark: -mark[1].number):
-            tensor = held()
-            if tensor is not None and is_float(tensor) and tensor.isnan().any():
-                return made
-        return None
+    def held(self) -> Iterator[tuple[Made, Tensor]]:
+        """The results of rows that still exist, the last one first."""
+        for ref_, made in sorted(self._marks.values(), key=lambda mark: -mark[1].number):
+            tensor = ref_()
+            if tensor is not None:
+                yield made, tensor
 
     def _note_raised(self, raw: tuple[Any, ...], args: Any) -> None:
-        """Syncs, so on a CPU only."""
-        if self.tape is None or any(tensor.device.type != "cpu" for tensor in tensors(args)):
-            return
-        if any(is_float(tensor) and not tensor.isfinite().all() for tensor in tensors(args)):
+        """Of tensors on a CPU only: others would have to be waited for."""
+        given = [tensor for tensor in tensors(args) if is_readable(tensor) and tensor.device.type == "cpu"]
+        if self.tape is not None and any(not tensor.isfinite().all() for tensor in given):
             self.tape.raised = self._next
             self._append(raw, [])
 
