@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanguard.diagnosis.exam import ParameterSizes, Past
+from nanguard.diagnosis.exam import Past
 from nanguard.preflight_checks.findings import FindingList
 from nanguard.preflight_checks.headroom import without_room
 from nanguard.preflight_checks.record import PreflightReport, Reach
@@ -21,6 +21,7 @@ from nanguard.preflight_checks.rehearsal import Rehearsal
 from nanguard.preflight_checks.search import Searcher
 from nanguard.preflight_checks.stresses import LegalBatches
 from nanguard.run_folder import RunFolder
+from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.step.pending import LossFn
 from nanguard.step.precision import LossScale
 
