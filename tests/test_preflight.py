@@ -310,6 +310,56 @@ def test_ops_inside_checkpointing_are_searched_too() -> None:
     assert finding.diagnosis.source.text.endswith("# BUG")
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit"])
+def test_well_known_models_are_silent(name: str, precision: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tiny = {"vocab_size": 60, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    wide = {"intermediate_size": 32, "max_position_embeddings": 32}
+    models = {
+        "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**tiny, **wide)),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+        ),
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny, **wide)),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+            )
+        ),
+        "vit": lambda: transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16
+            )
+        ),
+    }
+    lengths = [torch.randint(3, 13, (4, 1)) for _ in range(3)]
+    masks = [(torch.arange(12)[None] < length).long() for length in lengths]
+    data: list[Any] = [(torch.randint(1, 60, (4, 12)) * mask, mask, torch.randint(0, 2, (4,))) for mask in masks]
+    if name == "vit":
+        data = [(torch.randn(4, 3, 16, 16), None, torch.randint(0, 2, (4,))) for _ in masks]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        ids, mask, label = batch
+        if name == "vit":
+            return model(pixel_values=ids, labels=label).loss
+        return model(input_ids=ids, attention_mask=mask, labels=label if name == "bert" else ids).loss
+
+    model = models[name]()
+    report = nanguard.preflight(
+        model,
+        loss_fn,
+        data[0],
+        torch.optim.AdamW(model.parameters(), 3e-4),
+        more_batches=data[1:],
+        precision=precision,
+        loss_scale=nanguard.LossScale(),
+    )
+    assert report.findings == (), str(report)
+
+
 # ---- what is legal ---------------------------------------------------------------------------------------------------
 
 
