@@ -253,6 +253,16 @@ def test_padding_that_the_data_do_not_show_is_known_from_the_embedding() -> None
     assert finding.diagnosis.cause == "division_by_near_zero_norm"
 
 
+def test_a_weight_that_is_nan_already_is_found_though_no_batch_uses_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight[13] = math.nan
+    data = (torch.randint(0, 13, (6,)), torch.randint(0, 3, (6,)))
+    found = nanguard.preflight(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), data).findings
+    assert [(each.diagnosis.cause, each.diagnosis.module) for each in found] == [("parameter_corrupted", "0")]
+
+
 class Unbounded(torch.optim.Optimizer):
     """Divides each gradient by its norm."""
 

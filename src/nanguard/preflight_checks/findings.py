@@ -89,6 +89,12 @@ class FindingList:
         finding = PreflightFinding(severity="nearly", reach=reach, stress=words, diagnosis=diagnosis)
         self._add(finding, pending, StepResult())
 
+    def add_state(self, words: str, diagnosis: Diagnosis) -> None:
+        """Something that training uses is non-finite already."""
+        self._add(
+            PreflightFinding(severity="broke", reach="data", stress=words, diagnosis=diagnosis), None, StepResult()
+        )
+
     def add_update(self, words: str, pending: PendingStep) -> None:
         """The optimizer makes a non-finite update of the gradients of now."""
         diagnosis = self._rehearsal.diagnosis_of_update(pending)

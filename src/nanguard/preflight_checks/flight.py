@@ -142,7 +142,7 @@ class _Flight:
         yield
         if result.error is None:
             self._legal.widen(self._rehearsal.embedded(self._batches[0]))
-        self._watch("the first batch", self._batches[0], "data")
+        self._watch("the first batch", self._batches[0], "data", is_first=True)
         yield
         yield from self._steps("of training on the given batches", "data")
 
@@ -233,12 +233,15 @@ class _Flight:
         """Whether the step on this batch is non-finite, which is then a finding."""
         return self._findings.try_step(words, batch, reach, past or Past(), at=at, is_deep=self._used < self._seconds)
 
-    def _watch(self, words: str, batch: Any, reach: Reach) -> None:
+    def _watch(self, words: str, batch: Any, reach: Reach, *, is_first: bool = False) -> None:
         pending = self._rehearsal.pending(batch)
         try:
             run = self._rehearsal.watched(pending)
         except Exception:  # the program does not accept this batch; result() has noted it
             return
+        if is_first:
+            for diagnosis in self._rehearsal.state_faults(pending, run):
+                self._findings.add_state("before any step, even if this batch does not use it", diagnosis)
         if run.is_finite:
             for number, diagnosis in without_room(run, self._rehearsal.scale):
                 if self._rehearsal.is_harmful(pending, number):

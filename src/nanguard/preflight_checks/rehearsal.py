@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from nanguard import _compat
-from nanguard.diagnosis.exam import Past
+from nanguard.diagnosis.blame import TraceFinding
+from nanguard.diagnosis.causes import with_remedy
+from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.preflight_checks.headroom import SpoiledTrace
 from nanguard.records.diagnosis import Diagnosis
@@ -244,6 +247,18 @@ class Rehearsal:
         """A trace of every op."""
         self.num_steps += 1
         return Replay(self.parts, self._dry_run, pending).watched(update=False)
+
+    def state_faults(self, pending: PendingStep, run: WatchedRun) -> Iterator[Diagnosis]:
+        """What was non-finite before this step: parameters, optimizer state, buffers (Inf in a buffer may be a mask)."""
+        exam = Exam(self.parts, pending, run, Past(), None)
+        for event in run.trace.events:
+            kind = event.origin.partition(" ")[0]
+            if event.kind == "outside" and kind in ("parameter", "buffer", "state"):
+                fault = (
+                    state_fault(exam, TraceFinding(event, (event,), ())) if event.has_nan or kind != "buffer" else None
+                )
+                if fault is not None:
+                    yield with_remedy(fault)
 
     def is_harmful(self, pending: PendingStep, number: int) -> bool:
         """Whether loss or gradients are non-finite if the result of this op of the trace is infinite."""
