@@ -249,7 +249,7 @@ class Rehearsal:
         return Replay(self.parts, self._dry_run, pending).watched(update=False)
 
     def state_faults(self, pending: PendingStep, run: WatchedRun) -> Iterator[Diagnosis]:
-        """What was non-finite before this step: parameters, optimizer state, buffers (Inf in a buffer may be a mask)."""
+        """What was non-finite before this step: parameters, optimizer state, buffers (Inf in those may be a mask)."""
         exam = Exam(self.parts, pending, run, Past(), None)
         for event in run.trace.events:
             kind = event.origin.partition(" ")[0]
