@@ -564,7 +564,7 @@ def test_a_step_that_fetches_its_batch_and_a_compiled_model(kind: type[Net], tmp
 
 def test_nanguard_run_uses_the_adapter(tmp_path: Path) -> None:
     batches = make_batches(NUMBER)
-    fit = pl.Trainer._fit_impl
+    fit = pl.Trainer._run
     with nanguard.install(run_dir=tmp_path / "run") as autopilot:
         run = Run(poisoned(batches, BAD), tmp_path, epochs=1)
         healthy = Run(batches, tmp_path, epochs=1)
@@ -577,7 +577,7 @@ def test_nanguard_run_uses_the_adapter(tmp_path: Path) -> None:
         assert guarded.guard is not None
         assert guarded.guard.counts["skipped"] == 1, "the program's own is left alone"
         assert len(autopilot.incidents) == 1
-    assert pl.Trainer._fit_impl is fit
+    assert pl.Trainer._run is fit
     assert incident.outcome.diagnosis is not None
     assert incident.outcome.diagnosis.capture == "step", "training_step was run again"
     never, plain = Run(without_bad(batches), tmp_path, epochs=1), Run(batches, tmp_path, epochs=1)

@@ -42,6 +42,8 @@ class Framework:
     owner: str
     method: str
     guarding: Callable[[Any, Decline], AbstractContextManager[None]]
+    trains: Callable[[Any], bool] = lambda trainer: True
+    """Whether this call trains, if the method may do something else too."""
 
 
 class Frameworks:
@@ -88,7 +90,7 @@ class Frameworks:
     @contextlib.contextmanager
     def _in_charge(self, row: Framework, trainer: Any) -> Iterator[None]:
         """The adapter guards what happens inside, or the patches do if it cannot."""
-        if self._monitor.is_idle:
+        if self._monitor.is_idle or not row.trains(trainer):
             yield
             return
         with contextlib.ExitStack() as aside, contextlib.ExitStack() as stack:
@@ -146,9 +148,18 @@ def _attaching(module: str, marker: str, trainer: Any, decline: Decline) -> Iter
 _transformers = functools.partial(_attaching, "nanguard.integrations.transformers", "training_step")
 _speechbrain = functools.partial(_attaching, "nanguard.integrations.speechbrain", "fit_batch")
 
+
+def _fits(trainer: Any) -> bool:
+    return bool(trainer.state.fn == "fit")
+
+
+# In a process that Lightning has started, _run is the first method that is looked up there.
+_LIGHTNING = [
+    Framework(module=f"{package}.trainer.trainer", owner="Trainer", method="_run", guarding=_lightning, trains=_fits)
+    for package in ("lightning.pytorch", "pytorch_lightning")
+]
 ROWS = (
-    Framework(module="lightning.pytorch.trainer.trainer", owner="Trainer", method="_fit_impl", guarding=_lightning),
-    Framework(module="pytorch_lightning.trainer.trainer", owner="Trainer", method="_fit_impl", guarding=_lightning),
+    *_LIGHTNING,
     Framework(module="transformers.trainer", owner="Trainer", method="train", guarding=_transformers),
     Framework(module="speechbrain.core", owner="Brain", method="fit", guarding=_speechbrain),
 )
