@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 import nanguard
 from helpers import NAN, differences
+from nanguard.autopilot.launch import WhenImported
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -49,3 +53,26 @@ def test_what_the_adapter_refuses_is_guarded_by_the_patches(tmp_path: Path) -> N
         assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (WINDOWS - 1, 1)
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
     assert "training_step" not in vars(run)
+
+
+def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch is, in the middle of a framework: ``nanguard run`` begins there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "waited_for.py").write_text("import begins_here\nclass Trainer: pass\n")
+    (tmp_path / "comes_later.py").write_text("")
+    begun: list[str] = []
+
+    def begin() -> None:
+        WhenImported("waited_for", lambda: begun.append(sys.modules["waited_for"].Trainer.__name__))
+
+    (tmp_path / "begins_here.py").write_text("")
+    WhenImported("begins_here", begin)
+    before = list(sys.meta_path)
+    importlib.util.find_spec("begins_here")  # to ask for a module is not to import it
+    assert begun == []
+    importlib.import_module("waited_for")
+    assert begun == []
+    importlib.import_module("comes_later")
+    assert begun == ["Trainer"]
+    for waits in [each for each in sys.meta_path if isinstance(each, WhenImported) and each not in before]:
+        waits.forget()

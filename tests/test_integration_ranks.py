@@ -70,8 +70,56 @@ else:
 """
 
 
-def launched(tmp_path: Path, *command: str) -> str:
-    (tmp_path / "train.py").write_text(SCRIPT)
+FABRIC = """
+import sys, warnings
+
+warnings.simplefilter("ignore")
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import nn
+
+from nanguard.integrations.fabric import attach
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+
+
+def fit(name, bad, guarded):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    plain = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(net, plain)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
+    guard = attach(fabric, model, optimizer, schedule) if guarded else None
+    torch.manual_seed(10 + fabric.global_rank)
+    for number in range(6):
+        x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+        if number == bad and fabric.global_rank == 1:
+            x[0, 0] = float("nan")
+        fabric.backward(F.cross_entropy(model(x), y))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if guard is not None:
+        guard.detach()
+    facts = {"steps": plain.state_dict()["state"][0]["step"], "schedule": torch.tensor(schedule.last_epoch)}
+    torch.save({**net.state_dict(), **facts}, f"{name}{fabric.global_rank}.pt")
+
+
+if sys.argv[1] == "run":
+    fit("run-healthy", None, False)
+    fit("run-bad", 3, False)
+else:
+    fit("plain", None, False)
+    fit("healthy", None, True)
+    fit("bad", 3, True)
+"""
+
+
+def launched(tmp_path: Path, *command: str, script: str = SCRIPT) -> str:
+    (tmp_path / "train.py").write_text(script)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = [sys.executable, *command]
     done = subprocess.run(whole, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
@@ -110,3 +158,18 @@ def test_the_callback_on_both_ranks(tmp_path: Path) -> None:
         assert changed(plain[rank], run_healthy[rank]) == []
         assert changed(bad[rank], run_bad[rank]) == []
         assert (bad[rank]["steps"], bad[rank]["schedule"]) == (5, 5)
+
+
+@pytest.mark.campaign
+def test_fabric_on_both_ranks(tmp_path: Path) -> None:
+    told = launched(tmp_path, "train.py", "attach", script=FABRIC)
+    assert told.count("end of the run: 6 steps, 1 not applied") == 1, "on the first rank only"
+    launched(tmp_path, "-m", "nanguard", "run", "train.py", "run", script=FABRIC)
+    for rank in range(2):
+        plain, healthy, bad, run_healthy, run_bad = (
+            states(tmp_path, name)[rank] for name in ("plain", "healthy", "bad", "run-healthy", "run-bad")
+        )
+        assert changed(plain, healthy) == []
+        assert changed(plain, run_healthy) == []
+        assert (bad["steps"], bad["schedule"]) == (5, 5)
+        assert (run_bad["steps"], run_bad["schedule"]) == (5, 6), "the program's own schedule goes on"

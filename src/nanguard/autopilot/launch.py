@@ -164,20 +164,34 @@ class WhenImported(MetaPathFinder):
     """Calls a function once a module has been imported; at once if it has been imported already.
 
     What a program does before it imports torch, such as setting environment variables, has its usual effect on torch.
+    If the module is being imported now, it is ready when one of the next imports finds it so.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
-        if name in sys.modules:
-            then()
-        else:
+        self._is_done = self._is_looking = False
+        if not self._call_if_ready():
             sys.meta_path.insert(0, self)
 
+    def _call_if_ready(self) -> bool:
+        module = sys.modules.get(self._name)
+        if module is None or getattr(module.__spec__, "_initializing", False):
+            return False
+        self._is_done = True
+        self._then()
+        return True
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
+        if self._is_done or self._is_looking:  # not removed here, while Python goes through the list
             return None
-        self.forget()
-        spec = importlib.util.find_spec(name)
+        if name != self._name:
+            self._call_if_ready()
+            return None
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
@@ -185,7 +199,10 @@ class WhenImported(MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 del loader.exec_module  # the method of the loader's class again
                 execute(module)
-                self._then()
+                self.forget()
+                if not self._is_done:
+                    self._is_done = True
+                    self._then()
 
             loader.exec_module = exec_module
         return spec

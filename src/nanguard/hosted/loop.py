@@ -268,7 +268,7 @@ class HostedLoop:
             hosted.close()
         if self._program is not None:
             self._program.release(self)
-        elif self.incidents:
+        elif self.incidents and self._steps[0].parts.ranks.rank == 0:
             log.warning("end of the run: %s", self.summary())
 
     def __enter__(self) -> HostedLoop:
