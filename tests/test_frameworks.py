@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,6 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypat
     """As torch is, in the middle of a framework: ``nanguard run`` begins there."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "waited_for.py").write_text("import begins_here\nclass Trainer: pass\n")
-    (tmp_path / "comes_later.py").write_text("")
     begun: list[str] = []
 
     def begin() -> None:
@@ -70,9 +70,8 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypat
     before = list(sys.meta_path)
     importlib.util.find_spec("begins_here")  # to ask for a module is not to import it
     assert begun == []
-    importlib.import_module("waited_for")
-    assert begun == []
-    importlib.import_module("comes_later")
+    waited_for = importlib.import_module("waited_for")
     assert begun == ["Trainer"]
+    assert type(waited_for.__spec__) is ModuleSpec
     for waits in [each for each in sys.meta_path if isinstance(each, WhenImported) and each not in before]:
         waits.forget()

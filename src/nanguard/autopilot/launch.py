@@ -164,28 +164,27 @@ class WhenImported(MetaPathFinder):
     """Calls a function once a module has been imported; at once if it has been imported already.
 
     What a program does before it imports torch, such as setting environment variables, has its usual effect on torch.
-    If the module is being imported now, it is ready when one of the next imports finds it so.
+    If the module is being imported now, the function is called when that is done.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
         self._is_done = self._is_looking = False
-        if not self._call_if_ready():
+        module = sys.modules.get(name)
+        if module is None:
             sys.meta_path.insert(0, self)
+        elif getattr(module.__spec__, "_initializing", False):
+            _UnfinishedSpec.watch(module, self._call)
+        else:
+            self._call()
 
-    def _call_if_ready(self) -> bool:
-        module = sys.modules.get(self._name)
-        if module is None or getattr(module.__spec__, "_initializing", False):
-            return False
-        self._is_done = True
-        self._then()
-        return True
+    def _call(self) -> None:
+        if not self._is_done:
+            self.forget()
+            self._then()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if self._is_done or self._is_looking:  # not removed here, while Python goes through the list
-            return None
-        if name != self._name:
-            self._call_if_ready()
+        if name != self._name or self._is_looking:
             return None
         self._is_looking = True
         try:
@@ -199,17 +198,40 @@ class WhenImported(MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 del loader.exec_module  # the method of the loader's class again
                 execute(module)
-                self.forget()
-                if not self._is_done:
-                    self._is_done = True
-                    self._then()
+                self._call()
 
             loader.exec_module = exec_module
         return spec
 
     def forget(self) -> None:
+        self._is_done = True
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+
+
+class _UnfinishedSpec(ModuleSpec):
+    """The spec of a module that is being imported. Python sets ``_initializing`` to False when that is done."""
+
+    @classmethod
+    def watch(cls, module: ModuleType, then: Callable[[], None]) -> None:
+        spec: Any = module.__spec__
+        if type(spec) is ModuleSpec:
+            spec.__class__ = cls
+            vars(spec)["nanguard_waits"] = []
+        if isinstance(spec, cls):
+            vars(spec)["nanguard_waits"].append(then)
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self).get("_initializing", False))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            for then in vars(self).pop("nanguard_waits") if self.name in sys.modules else ():
+                then()
 
 
 def is_first_rank() -> bool:
