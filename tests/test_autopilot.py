@@ -706,12 +706,13 @@ def test_names_say_which_network_of_several() -> None:
     """Both have a part of the same name; only one optimizer of two is bad."""
 
     def train() -> None:
+        bad = torch.full((2, 6), NAN)
         generator, critic = nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 1))
         opt_g, opt_c = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
         critic(generator(torch.ones(2, 6))).sum().backward()
         opt_g.step()
         opt_c.zero_grad()
-        critic(torch.full((2, 6), NAN)).sum().backward()
+        critic(bad).sum().backward()
         opt_c.step()
 
     with nanguard.install() as autopilot:
