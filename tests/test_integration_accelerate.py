@@ -273,7 +273,7 @@ def test_a_loss_of_the_loop_is_named_with_its_line() -> None:
 @pytest.mark.campaign
 @needs_gloo
 def test_ranks_of_accelerate_launch_skip_together() -> None:
-    script = Path(__file__).parent / "scripts" / "accelerate_ranks.py"
+    script = Path(__file__).parent / "ranks" / "accelerate_ranks.py"
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     done = subprocess.run(
         [sys.executable, *launch, str(script)], capture_output=True, text=True, check=False, timeout=280

@@ -554,7 +554,7 @@ def test_the_callback_protects_the_weights_and_says_what_it_cannot_do(
 @pytest.mark.campaign
 @needs_gloo
 def test_ranks_skip_together_and_the_one_with_the_bad_batch_examines_it() -> None:
-    script = Path(__file__).parent / "scripts" / "hf_trainer_ranks.py"
+    script = Path(__file__).parent / "ranks" / "hf_trainer_ranks.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
+from nanguard import _compat
 from nanguard.monitor import pace, signals
 from nanguard.monitor.observer import Monitor
 from nanguard.monitor.probe import Probe
@@ -525,3 +527,16 @@ def test_the_number_of_steps_between_probes_follows_from_their_cost(monkeypatch:
 def test_wrong_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         Monitor(**{name: value})
+
+
+def test_a_module_is_named_also_while_a_probe_stands_between_torch_and_its_calls() -> None:
+    model, (x, y) = TinyNet(), make_batches(1)[0]
+    before = _compat.module_call()
+    probe = Probe(model)
+    probe.arm()
+    x[0, 0] = float("nan")
+    found = nanguard.diagnose(model, loss_fn, (x, y))
+    assert found.module == "inp"
+    del probe
+    gc.collect()
+    assert _compat.module_call() is before

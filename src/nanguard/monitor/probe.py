@@ -125,6 +125,7 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replaced = current
         self._call = _listening(weakref.ref(self), current)
         _compat.set_module_call(self._call)
+        weakref.finalize(self, _put_back, self._call, current)  # a guard may be let go of in the middle of a step
 
     def disarm(self) -> None:
         """Stop. What was measured stays."""
@@ -272,6 +273,11 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._floors[_compat.storage_key(output)] = torch.stack(sizes).amax() * resolution(form)
             else:
                 self._floors.pop(_compat.storage_key(output), None)
+
+
+def _put_back(call: Any, replaced: Any) -> None:
+    if _compat.module_call() is call:
+        _compat.set_module_call(replaced)
 
 
 def _listening(probe: weakref.ref[Probe], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,8 +96,10 @@ class Modules:
         return None
 
     def _module_at(self, frame: FrameType) -> int:
-        """The id of the module that torch calls in a frame; recorded by its caller."""
-        return self._calls.get(id(frame.f_back), 0)
+        """The id of the module that torch calls in a frame; recorded by its caller, or by the caller of a probe."""
+        above = frame.f_back
+        found = self._calls.get(id(above), 0)
+        return found if found or above is None else self._calls.get(id(above.f_back), 0)
 
 
 def _codes(kind: type) -> Iterator[CodeType]:

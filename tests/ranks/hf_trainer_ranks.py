@@ -1,4 +1,4 @@
-"""Trains with the Hugging Face Trainer under a launcher; the data of rank 1 have a NaN. Each rank prints the outcome."""
+"""Trains with the Hugging Face Trainer under a launcher; rank 1 has a NaN in its data. Each rank prints the outcome."""
 
 import json
 import tempfile
