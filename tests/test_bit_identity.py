@@ -130,7 +130,7 @@ def faulty_run(make: Any, precision: Any, sync: Any, accumulate: int, clip: Any 
     return everything(model, [opt], schedule, ema, torch.stack(losses).nan_to_num(-1.0), draws, counts, kinds)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.campaign), 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", FUSED)
 def test_a_late_run_with_faults_is_the_eager_run(name: str, precision: str, accumulate: int) -> None:

@@ -603,7 +603,9 @@ def test_compiled_code_takes_changes_up(name: str, backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, between two compiled modules
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # torch's own advice
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize(("wrap", "backend"), [("model", "inductor"), ("layers", "aot_eager")])
+@pytest.mark.parametrize(
+    ("wrap", "backend"), [pytest.param("model", "inductor", marks=pytest.mark.campaign), ("layers", "aot_eager")]
+)
 def test_compiled_or_not_an_overflow_is_gone(wrap: str, backend: str, device: str) -> None:
     model, x = overflowing()
     model, x = model.to(device), x.to(device)

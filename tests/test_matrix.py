@@ -88,7 +88,7 @@ def check_one(make: Any, precision: Any, sync: Any, accumulate: int, fault: str,
     assert torch.equal(rng, torch.get_rng_state()), "random numbers as a plain loop leaves them"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.campaign), "fp16"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_bad_step_changes_nothing(name: str, precision: str) -> None:
     for accumulate, fault, style in itertools.product((1, 4), FAULTS, STYLES):

@@ -64,6 +64,7 @@ def test_a_command_gets_the_facts_once_for_each_kind(tmp_path: Path) -> None:
     assert (halt["event"], halt["step"]) == ("halt", 3)
 
 
+@pytest.mark.campaign
 def test_a_line_for_the_shell_outlives_a_run_that_ends(tmp_path: Path) -> None:
     file = tmp_path / "told.txt"
     code = (

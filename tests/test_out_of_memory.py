@@ -84,7 +84,10 @@ def trained(sync: str, how: str, loss: Needy) -> tuple[dict[str, Any], Guard]:
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("how", ["plain", "accumulated", "micro-batches", "dropping"])
+@pytest.mark.parametrize(
+    "how",
+    ["plain", "micro-batches", *(pytest.param(how, marks=pytest.mark.campaign) for how in ("accumulated", "dropping"))],
+)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_the_step_is_run_again_with_the_memory_of_the_snapshots(
     sync: str, how: str, in_backward: bool, caplog: pytest.LogCaptureFixture

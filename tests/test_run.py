@@ -216,13 +216,23 @@ CHILDREN = """
     ("what", "printed", "told"),
     [
         ("mp.spawn(train, nprocs=2)", ["finite", "finite"], "2 child processes guarded too: 6 steps, 2 not applied"),
-        ("begin('fork', 0)", ["finite"], "1 child process guarded too: 3 steps, 1 not applied"),
-        ("begin('fork', 0, True)", ["finite"], "1 child process guarded too: 3 steps, 1 not applied"),
+        pytest.param(
+            "begin('fork', 0)",
+            ["finite"],
+            "1 child process guarded too: 3 steps, 1 not applied",
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            "begin('fork', 0, True)",
+            ["finite"],
+            "1 child process guarded too: 3 steps, 1 not applied",
+            marks=pytest.mark.campaign,
+        ),
         ("begin('spawn', 0, True)", ["finite"], "1 child process guarded too: 3 steps, 1 not applied"),
         ("train(0); begin('fork', 0)", ["finite", "finite"], "1 child process guarded too: 3 steps, 1 not applied"),
         ("os.fork() or (train(0), os._exit(0)); os.wait()", ["nan"], "a child process was started"),
         ("load('fork'), load('spawn')", [], ""),
-        ("mp.get_context('spawn').Manager()", [], ""),
+        pytest.param("mp.get_context('spawn').Manager()", [], "", marks=pytest.mark.campaign),
     ],
 )
 def test_child_processes_are_guarded_too_or_it_is_said_that_they_are_not(
