@@ -531,12 +531,18 @@ def test_wrong_options_are_refused(name: str, value: Any) -> None:
 
 def test_a_module_is_named_also_while_a_probe_stands_between_torch_and_its_calls() -> None:
     model, (x, y) = TinyNet(), make_batches(1)[0]
-    before = _compat.module_call()
+    x[0, 0] = float("nan")
     probe = Probe(model)
     probe.arm()
-    x[0, 0] = float("nan")
-    found = nanguard.diagnose(model, loss_fn, (x, y))
+    try:
+        found = nanguard.diagnose(model, loss_fn, (x, y))
+    finally:
+        probe.disarm()
     assert found.module == "inp"
-    del probe
+
+
+def test_a_probe_that_is_let_go_of_before_it_begins_leaves_nothing_behind() -> None:
+    before = _compat.module_call()
+    Probe(TinyNet()).arm()
     gc.collect()
     assert _compat.module_call() is before
