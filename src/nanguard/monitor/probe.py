@@ -147,7 +147,8 @@ class Probe(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None or self._call is None or _compat.is_recording():
             yield
             return
-        if not self._is_on and torch.is_grad_enabled():
+        # Not in the middle of an examination: it would leave its mode before we leave ours.
+        if not self._is_on and torch.is_grad_enabled() and not _compat_modes.has_dispatch_mode():
             self._is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
         if not self._stack:
