@@ -18,6 +18,35 @@ _KERNELS = f"nanguard-inductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _KERNELS))
 
 
+LONG = frozenset(
+    [
+        "test_a_healthy_run_with_one_guarded_rank_is_the_plain_run",
+        "test_policies_and_clipping_by_name",
+        "test_quietly",
+        "test_a_trace_finds_the_first_one",
+        "test_two_runs_at_once_have_a_folder_each",
+        "test_with_workers_too",
+        "test_a_program_has_its_own_folder_runs_to_itself",
+        "test_a_hundred_thousand_steps_are_there_at_once_and_in_full",
+        "test_killed_200_times_the_newest_good_one_always_loads",
+        "test_without_saved_weights_the_program_runs_up_to_the_step",
+        "test_the_same_seed_gives_the_same_result_and_another_does_not",
+        "test_json_is_one_object_also_where_something_is_wrong",
+        "test_shards_of_two_ranks_are_one_tensor",
+        "test_a_run_that_makes_no_progress_is_stopped_and_its_status_says_so",
+        "test_on_a_narrow_screen_nothing_in_the_chart_lies_on_anything_else",
+        "test_quiet_prints_the_comparison_only",
+        "test_under_run_the_fix_that_was_tried_can_be_applied_there",
+        "test_compiled_code_compiles_anew",
+        "test_in_a_pipe_it_is_plain_text_of_80_columns",
+        "test_so_it_does_on_the_device",
+        "test_the_log_is_json_lines",
+        "test_a_stateful_loader_goes_on_as_if_never_stored",
+    ]
+)
+"""Each takes many seconds, mostly for new processes, and others try the same parts each time."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the long campaigns whole, not a slice of each")
 
@@ -26,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--campaign"):
         rest = pytest.mark.skip(reason="the rest of a long campaign: make campaign, or pytest --campaign")
         for item in items:
-            if "campaign" in item.keywords:
+            if "campaign" in item.keywords or getattr(item, "originalname", "") in LONG:
                 item.add_marker(rest)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")

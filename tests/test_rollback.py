@@ -189,7 +189,13 @@ def run(
 @pytest.mark.parametrize("style", ["step", "own loop"])
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [46, 41], ids=["within an epoch", "into the epoch before"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(46, marks=pytest.mark.campaign, id="within an epoch"),
+        pytest.param(41, id="into the epoch before"),
+    ],
+)
 def test_a_run_that_went_back_ends_as_the_one_that_did_not(at: int, kind: str, sync: str, style: str) -> None:
     clean, _, batches = run(kind, sync=sync, fault=False, style=style)
     state, guard, seen = run(kind, sync=sync, fault=True, style=style, at=at)

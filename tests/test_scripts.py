@@ -79,7 +79,7 @@ HEALTHY = [
     Healthy("actor_critic", status=3),
     Healthy("amp_routine"),
     Healthy("careful", status=1, leaves_out=4),
-    Healthy("compiled", marks=(needs_compiler,)),
+    Healthy("compiled", marks=(needs_compiler, pytest.mark.campaign)),
     Healthy("ensemble"),
     Healthy("fine_tune"),
     Healthy("gan"),
