@@ -296,6 +296,10 @@ def _end_of(plain: Ran | None) -> str:
 def table(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     faults = [fault for result in results for fault in result["faults"]]
     identical = sum(not result["differences"] for result in results)
+    ran = [result for result in results if result["differences"] != ["not run"]]
+    healthy = (
+        f"{identical} of {len(ran)} programs are identical when healthy." if ran else "No healthy program was run."
+    )
     finite, right = sum(fault["finite"] for fault in faults), sum(fault["right"] for fault in faults)
     lines = [
         "# Third-party programs under `nanguard run`",
@@ -304,9 +308,8 @@ def table(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         "",
         METHOD,
         "",
-        f"**{identical} of {len(results)} programs are identical when healthy. Of {len(faults)} faults, {finite} end "
-        f"with finite weights, and {right} ({right / max(len(faults), 1):.0%}) are explained wholly right the first "
-        "time.**",
+        f"**{healthy} Of {len(faults)} faults, {finite} end with finite weights, and {right} "
+        f"({right / max(len(faults), 1):.0%}) are explained wholly right the first time.**",
         "",
         "| program | healthy | fault | plain | guarded | explained | what was said |",
         "| --- | --- | --- | --- | --- | --- | --- |",
