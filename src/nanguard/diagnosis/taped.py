@@ -91,7 +91,7 @@ class TapedRun:
                 return results_of(row, args, (row.call.module or model)(*args, **kwargs))
             args, kwargs = filled_in(row.args, value_of), filled_in(row.kwargs, value_of)
             if name_of(row.function) in _KEEPS_COUNT:
-                args, kwargs = mapped((args, kwargs), lambda leaf: _copied(leaf, row.args))
+                args, kwargs = mapped((args, kwargs), _copied)
             return results_of(row, args, row.function(*args, **kwargs))
 
     def _autocast(self, row: Row) -> contextlib.AbstractContextManager[Any]:
@@ -190,6 +190,6 @@ def _given_to_module(row: Row, value_of: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _copied(leaf: Any, tokens_: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     """Its own copy of what a function writes to unseen: a running mean of a module that is not trained."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_leaf and not leaf.requires_grad else None

@@ -33,7 +33,7 @@ from nanguard.run_folder import RunFolder
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import check_schedulers, moves
-from nanguard.step.assembly import as_tuple, choose_policy
+from nanguard.step.assembly import as_tuple, check_choice, choose_policy
 from nanguard.step.calls import Call, CallRecorder
 from nanguard.step.host_step import HostStep
 from nanguard.step.observers import Observer
@@ -95,6 +95,8 @@ class HostedLoop:
         capture: CaptureLevel = "batch",
         first_step: int | None = None,
     ) -> None:
+        for name, value in (("diagnose", diagnose), ("capture", capture)):
+            check_choice(name, value)
         several: tuple[Optimizer, ...] = as_tuple(optimizers)
         to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)
         self._program = joined_program()

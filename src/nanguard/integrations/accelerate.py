@@ -17,6 +17,7 @@ from nanguard.errors import NonFiniteError
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.options import check_given
 from nanguard.integrations.packages import require
 from nanguard.policy.policy import Policy
 from nanguard.step.assembly import as_tuple
@@ -59,6 +60,7 @@ def attach(
         capture: as for ``Guard``.
     """
     require("accelerate", tested=TESTED, extra="accelerate")
+    check_given(accelerator, "distributed_type", "backward", needed="an accelerate.Accelerator")
     check_supported(accelerator, "nanguard.integrations.accelerate.attach")
     optimizers, schedulers = as_tuple(optimizer), as_tuple(scheduler)
     for each in optimizers:

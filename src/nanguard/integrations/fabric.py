@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
+from nanguard.integrations.options import check_given
 from nanguard.integrations.packages import require
 from nanguard.integrations.stepping import SteppingGuard, can_be_rolled_back, refuse_sharded
 from nanguard.policy.policy import Policy
@@ -60,6 +61,7 @@ def attach(
     )
     if schedule_per not in ("step", "epoch"):
         raise ValueError(f"schedule_per must be 'step' or 'epoch', got {schedule_per!r}")
+    check_given(fabric, "strategy", "clip_gradients", needed="a lightning.Fabric")
     refuse_sharded(fabric.strategy, "nanguard.integrations.fabric")
     if not hasattr(model, "_forward_module"):
         raise ValueError(f"model must be what fabric.setup() has returned, got a plain {type(model).__name__}")

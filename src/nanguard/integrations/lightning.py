@@ -15,6 +15,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.lightning_fit import SKIPPED, GuardedFit
+from nanguard.integrations.options import checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.stepping import can_be_rolled_back, refuse_sharded
 from nanguard.policy.policy import Policy
@@ -55,13 +56,9 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         diagnose: How = "auto",
         capture: CaptureLevel = "batch",
     ) -> None:
-        self._options: dict[str, Any] = {
-            "policy": policy,
-            "run_dir": run_dir,
-            "observers": observers,
-            "diagnose": diagnose,
-            "capture": capture,
-        }
+        self._options = checked_options(
+            policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture
+        )
         self._guarded: GuardedFit | None = None
         self.when_refused: Callable[[Sequence[Optimizer], ValueError], None] | None = None
         """Called if the optimizers cannot be guarded, which is an error otherwise."""

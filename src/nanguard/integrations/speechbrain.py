@@ -15,6 +15,7 @@ from nanguard.hosted.handshake import announce
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.speechbrain_state import SideState
 from nanguard.policy.policy import Policy
@@ -48,7 +49,8 @@ def attach(
         capture: as for ``Guard``.
     """
     core = require("speechbrain.core", tested=TESTED, extra="speechbrain", package="speechbrain")
-    options = {"policy": policy, "run_dir": run_dir, "observers": observers, "diagnose": diagnose, "capture": capture}
+    check_given(brain, "fit_batch", "optimizers_step", needed="a speechbrain.Brain")
+    options = checked_options(policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture)
     return BrainGuard(brain, core, options)
 
 

@@ -18,6 +18,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.accelerate import AcceleratorGuard, check_supported, plain_optimizer, plain_scheduler
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.transformers_callback import TESTED, GuardCallback, stop_cleanly
 from nanguard.policy.policy import Policy
@@ -56,11 +57,12 @@ def attach(
         capture: as for ``Guard``.
     """
     require("transformers", tested=TESTED, extra="transformers")
+    check_given(trainer, "accelerator", "training_step", needed="a transformers.Trainer")
     check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
     step = vars(trainer).get("training_step")
     if isinstance(getattr(getattr(step, "func", None), "__self__", None), TrainerGuard):
         raise ValueError("this Trainer is guarded already: call detach() of the guard that attach() returned first")
-    options = {"policy": policy, "run_dir": run_dir, "observers": observers, "diagnose": diagnose, "capture": capture}
+    options = checked_options(policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture)
     return TrainerGuard(trainer, options)
 
 

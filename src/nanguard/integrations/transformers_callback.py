@@ -13,6 +13,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.accelerate import AcceleratorGuard, plain_optimizer, plain_scheduler
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.options import checked_options
 from nanguard.integrations.packages import require
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
@@ -54,8 +55,9 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         diagnose: How = "auto",
         capture: CaptureLevel = "batch",
     ) -> None:
-        self._options: dict[str, Any] = {"policy": policy, "run_dir": run_dir, "observers": observers}
-        self._options.update(diagnose=diagnose, capture=capture)
+        self._options = checked_options(
+            policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture
+        )
         self.guard: AttachedGuard = AttachedGuard()
         """``incidents``, ``counts`` and ``summary()`` of the current training, or of the last one."""
         self.halted: NonFiniteError | None = None
