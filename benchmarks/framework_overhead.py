@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/framework_overhead.py               # on an NVIDIA GPU
     PYTHONPATH=src python benchmarks/framework_overhead.py --smoke       # does the script itself work?
 
-Each framework trains the same model in turns, plain and guarded, in one process. A run of some steps is timed after a
-warm-up, on the device's clock. A ratio is that of a guarded run to the plain runs right before and after it.
+A plain and a guarded run of the same framework, each a process of its own, take turns, a block of a few steps each
+(`turns.py`). A ratio is that of a guarded block to the plain blocks right before and after it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,37 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overhead import header, say, write
+from overhead import header, say, summary, write
+from turns import Player, Timer, steps_needed, take_turns
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Plain and guarded runs of the framework alternate in one process. Each trains a new GPT-2 from its config with "
-    "AdamW (fused in the Trainer), clipping to norm 1.0, bf16, batches of 8 x 1024 tokens. The steps after the warm-up "
-    "are timed. A ratio is that of a guarded run to the mean of the plain runs before and after it: the median over "
-    "rounds (smallest to largest)."
+    "A plain and a guarded run, each a process of its own, take turns, a block of some steps each, after a warm-up. "
+    "Both train a GPT-2 from its config with fused AdamW, clipping to norm 1.0, bf16, batches of 8 x 1024 tokens. A "
+    "ratio is the wall-clock time of a guarded block, until the device has done it, over that of the plain blocks "
+    "before and after it: the median (where it lies with 95% certainty)."
 )
-
-
-class Stopwatch:
-    """Called after each step: the mean time of the steps after the warm-up, in milliseconds."""
-
-    def __init__(self, warm_up: int) -> None:
-        self._warm_up, self._num_steps = warm_up, 0
-        self._began = self._last = 0.0
-
-    def step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps == self._warm_up:
-            self._began = _now()
-
-    def ms(self) -> float:
-        return 1e3 * (_now() - self._began) / (self._num_steps - self._warm_up)
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+WARM_UP = 20
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -79,16 +59,14 @@ def gpt2(smoke: bool) -> tuple[Any, int]:
     return GPT2LMHeadModel(GPT2Config()), 1024
 
 
-def with_trainer(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> float:
+def with_trainer(steps: int, timer: Timer, smoke: bool, *, guarded: bool) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from nanguard.integrations.transformers import attach
 
-    watch = Stopwatch(warm_up)
-
     class Timing(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            watch.step()
+            timer.step()
 
     torch.manual_seed(0)
     (model, length), batch = gpt2(smoke), 2 if smoke else 8
@@ -113,21 +91,19 @@ def with_trainer(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> flo
                 trainer.train()
         else:
             trainer.train()
-    return watch.ms()
 
 
-def with_lightning(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> float:
+def with_lightning(steps: int, timer: Timer, smoke: bool, *, guarded: bool) -> None:
     import lightning
 
     from nanguard.integrations.lightning import GuardCallback
 
-    watch = Stopwatch(warm_up)
     torch.manual_seed(0)
     (network, length), batch = gpt2(smoke), 2 if smoke else 8
 
     class Timing(lightning.pytorch.Callback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-            watch.step()
+            timer.step()
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
@@ -140,7 +116,7 @@ def with_lightning(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> f
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
 
     trainer = lightning.Trainer(
         max_steps=steps,
@@ -156,22 +132,19 @@ def with_lightning(steps: int, warm_up: int, smoke: bool, *, guarded: bool) -> f
     )
     data = Tokens(batch * steps, length, network.config.vocab_size)
     trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=batch))
-    return watch.ms()
 
 
-FRAMEWORKS: dict[str, Callable[..., float]] = {"Hugging Face Trainer": with_trainer, "Lightning": with_lightning}
+FRAMEWORKS: dict[str, Callable[..., None]] = {"Hugging Face Trainer": with_trainer, "Lightning": with_lightning}
 
 
-def measure(name: str, rounds: int, steps: int, warm_up: int, smoke: bool) -> dict[str, Any]:
-    train = FRAMEWORKS[name]
-    plain, guarded = [train(steps, warm_up, smoke, guarded=False)], []
-    for _ in range(rounds):
-        guarded.append(train(steps, warm_up, smoke, guarded=True))
-        plain.append(train(steps, warm_up, smoke, guarded=False))
-    ratios = [2 * g / (before + after) for g, before, after in zip(guarded, plain[:-1], plain[1:], strict=True)]
-    say(f"{name}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    ms = {"plain_ms": statistics.median(plain), "guarded_ms": statistics.median(guarded)}
-    return {"name": name, "ratio": statistics.median(ratios), "ratios": ratios, **ms}
+def measure(name: str, block: int, rounds: int, *, smoke: bool) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--only", name, "--steps", str(block), "--rounds", str(rounds)]
+    words += ["--smoke"] if smoke else []
+    plain, blocks = take_turns(Player([*words, "--program", "plain"]), Player([*words, "--program", "guarded"]), rounds)
+    timing = summary(blocks, block)
+    ratio = timing["ratio"]
+    say(f"{name}: {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})")
+    return {"name": name, "plain_ms": statistics.median(plain), "guarded_ms": timing["ms"]["median"], **timing}
 
 
 def as_markdown(facts: dict[str, Any]) -> str:
@@ -180,17 +153,19 @@ def as_markdown(facts: dict[str, Any]) -> str:
     lines += [f"- {key}: {facts[key]}" for key in fields if facts.get(key) is not None]
     lines += ["", METHOD, "", "| framework | plain | guarded | ratio |", "| --- | ---: | ---: | ---: |"]
     for row in facts["rows"]:
-        spread = f"{min(row['ratios']):.3f} to {max(row['ratios']):.3f}"
+        ratio = row["ratio"]
         ms = f"{row['plain_ms']:.2f} ms | {row['guarded_ms']:.2f} ms"
-        lines.append(f"| {row['name']} | {ms} | {row['ratio']:.3f} ({spread}) |")
+        lines.append(f"| {row['name']} | {ms} | {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=FRAMEWORKS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--program", choices=("plain", "guarded"), help="train, instead of measuring")
+    parser.add_argument("--turns", help="pipes that a program waits for its turns with")
     parser.add_argument("--smoke", action="store_true", help="a small model and few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -198,10 +173,15 @@ def main() -> None:
     import lightning
     import transformers
 
-    steps, rounds = (12, 1) if args.smoke else (args.steps, args.rounds)
+    block, rounds = (2, 4) if args.smoke else (args.steps, args.rounds)
     names = [args.only] if args.only else list(FRAMEWORKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [measure(name, rounds, steps, 4 if args.smoke else 20, args.smoke) for name in names]
+    if args.program:
+        timer = Timer(device, warm_up=WARM_UP, block=block, turns=args.turns)
+        steps = steps_needed(WARM_UP, block, rounds)
+        FRAMEWORKS[args.only](steps, timer, args.smoke, guarded=args.program == "guarded")
+        return
+    rows = [measure(name, block, rounds, smoke=args.smoke) for name in names]
     versions = {"transformers": transformers.__version__, "lightning": lightning.__version__}
     facts = {**header(device), **versions, "method": METHOD, "rows": rows}
     facts["command"] = facts["command"].replace("overhead.py", "framework_overhead.py", 1)

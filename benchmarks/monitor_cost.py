@@ -1,6 +1,6 @@
 """What the early warning costs: guarded steps with a Monitor against guarded steps without one.
 
-    PYTHONPATH=src python benchmarks/monitor_cost.py                         # about six minutes on an H200
+    PYTHONPATH=src python benchmarks/monitor_cost.py                         # about four minutes on an H200
     PYTHONPATH=src python benchmarks/monitor_cost.py --device cpu --smoke    # does the script itself work?
 
 All variants train their own copy of the 124M GPT in one process, in bf16, eager and compiled, interleaved as in
@@ -138,7 +138,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"- workload: {result['sections'][0]['workload']}", f"- command: `{result['command']}`", ""]
     lines += [
         "Ratios of the time of a guarded step with a monitor to one without, in interleaved blocks of "
-        f"{result['steps']} steps: the median over {result['rounds']} rounds (10th to 90th percentile).",
+        f"{result['steps']} steps: the median over {result['rounds']} rounds (where it lies with 95% certainty).",
         "",
         "| | " + " | ".join(section["mode"] for section in result["sections"]) + " |",
         "| --- |" + " ---: |" * len(result["sections"]),
@@ -150,7 +150,7 @@ def markdown(result: dict[str, Any]) -> str:
     sections = result["sections"]
     for name in ("without, again", "ordinary steps", "one probe a block"):
         ratios = [section["variants"][name]["ratio"] for section in sections]
-        row(name, [f"{r['median']:.4f} ({r['p10']:.4f} to {r['p90']:.4f})" for r in ratios])
+        row(name, [f"{r['median']:.4f} ({r['low']:.4f} to {r['high']:.4f})" for r in ratios])
     uncompiled = [s["uncompiled_probe_costs_steps"] for s in sections]
     if any(uncompiled):
         row("a probe without compilation costs", ["" if c is None else f"{c:.2f} steps" for c in uncompiled])
@@ -171,8 +171,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--modes", default="eager,compile")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--smoke", action="store_true", help="a minute model and few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     args = parser.parse_args()

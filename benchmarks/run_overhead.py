@@ -4,12 +4,12 @@
     PYTHONPATH=src python benchmarks/run_overhead.py --rows cpu
     PYTHONPATH=src python benchmarks/run_overhead.py --smoke             # does the script itself work?
 
-The programs are those of `run_programs.py`, which know nothing of nanguard. Runs alternate: plain, guarded, plain,
-guarded. The programs time their own steps, after a warm-up. A ratio is that of a guarded run to the plain runs right
-before and after it, and the table gives the median over rounds with the smallest and largest.
+The programs are those of `run_programs.py`, which know nothing of nanguard. A healthy program and its guarded twin
+take turns, a block of a few steps each (`turns.py`): a ratio is that of a guarded block to the plain blocks right
+before and after it.
 
-If there is a fault, the plain run is the same program without it. The ratio is then that of the total time, and the
-size of the run folder and the lines on a terminal of 80 columns are counted as well.
+With faults, whole runs alternate, and the plain one is the same program without the fault. The ratio is that of the
+total times, and the size of the run folder and the lines on a terminal of 80 columns are counted as well.
 """
 
 from __future__ import annotations
@@ -33,21 +33,26 @@ from typing import Any
 
 import torch
 
-from overhead import header, say, write
+from overhead import header, say, spread, write
+from turns import Player, steps_needed, take_turns
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Each run is a process of its own; plain and guarded runs alternate. The programs time their own steps after a "
-    "warm-up: on the GPU the wall-clock time of blocks of ten steps, on the CPU the processor's time of each step, "
-    "with one thread. A ratio is that of a guarded run (its median step, or its total if there are faults) to the mean "
-    "of the plain runs before and after it: the median over rounds (smallest to largest). Lines are those that "
-    "nanguard prints to a terminal of 80 columns."
+    "Each program is a process of its own. Healthy: the plain and the guarded program take turns, a block of some "
+    "steps each, after a warm-up. A ratio is the time of a guarded block over that of the plain blocks before and "
+    "after it: the median (where it lies with 95% certainty). On the GPU this is wall-clock time until the device has "
+    "done the block, on the CPU the processor's time, with one thread. With faults: whole runs alternate, and the "
+    "ratio is that of their total times (smallest to largest). Lines are those that nanguard prints to a terminal of "
+    "80 columns."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``most`` is the goal for the ratio, ``most_ms`` for what a step may take longer: either is enough on a CPU."""
+    """``most`` is the goal for the ratio, ``most_ms`` for what a step may take longer: either is enough on a CPU.
+
+    ``steps`` is the length of a block, or of the whole run if it has faults.
+    """
 
     name: str
     program: str
@@ -56,39 +61,35 @@ class Row:
     most: float
     most_ms: float | None = None
     fault: str = "none"
+    rounds: int = 100
 
 
 ROWS = (
-    Row(name="124M GPT, bf16", program="large_gpt", device="cuda", steps=100, most=1.01),
-    Row(name="launch-bound GPT, bf16", program="tiny_gpt", device="cuda", steps=1000, most=1.05),
+    Row(name="124M GPT, bf16", program="large_gpt", device="cuda", steps=5, rounds=60, most=1.01),
+    Row(name="launch-bound GPT, bf16", program="tiny_gpt", device="cuda", steps=20, most=1.05),
     Row(name="one fault that is not located", program="tiny_gpt", device="cuda", steps=4000, fault="once", most=1.05),
     Row(name="a fault every tenth step", program="tiny_gpt", device="cuda", steps=2000, fault="every10", most=1.3),
-    Row(name="MLP", program="mlp", device="cpu", steps=1500, most=1.10, most_ms=0.1),
-    Row(name="CNN with BatchNorm", program="cnn", device="cpu", steps=400, most=1.10, most_ms=0.1),
-    Row(name="LSTM", program="lstm", device="cpu", steps=800, most=1.10, most_ms=0.1),
-    Row(name="GAN, two optimizers", program="gan", device="cpu", steps=800, most=1.10, most_ms=0.1),
-    Row(name="GPT of two layers", program="characters", device="cpu", steps=250, most=1.10, most_ms=0.1),
+    Row(name="MLP", program="mlp", device="cpu", steps=50, most=1.10, most_ms=0.1),
+    Row(name="CNN with BatchNorm", program="cnn", device="cpu", steps=10, most=1.10, most_ms=0.1),
+    Row(name="LSTM", program="lstm", device="cpu", steps=20, most=1.10, most_ms=0.1),
+    Row(name="GAN, two optimizers", program="gan", device="cpu", steps=20, most=1.10, most_ms=0.1),
+    Row(name="GPT of two layers", program="characters", device="cpu", steps=5, most=1.10, most_ms=0.1),
     Row(name="one fault that is not located", program="mlp", device="cpu", steps=8000, fault="once", most=1.05),
     Row(name="a fault every tenth step", program="cnn", device="cpu", steps=2000, fault="every10", most=1.3),
 )
+WARM_UP = 60
+FAULTY_ROUNDS = 2
 MOST_BYTES, MOST_LINES = 50 << 20, 60
 
 
-# ── One run ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── Programs ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run(row: Row, steps: int, *, guarded: bool) -> dict[str, Any]:
-    """Times of the steps in seconds, their total, bytes in the run folder, and lines on the terminal."""
-    with tempfile.TemporaryDirectory() as folder:
-        times, run_dir = Path(folder) / "times.json", Path(folder) / "run"
-        program = [str(HERE / "run_programs.py"), row.program, "--device", row.device, "--steps", str(steps)]
-        program += ["--fault", row.fault if guarded else "none", "--times", str(times)]
-        command = [sys.executable, *(guard(run_dir) if guarded else []), *program]
-        lines = on_terminal(command)
-        if not times.exists():
-            raise RuntimeError(f"{' '.join(command)} has failed:\n" + "\n".join(lines))
-        size = sum(file.stat().st_size for file in run_dir.rglob("*") if file.is_file())
-        return {**json.loads(times.read_text()), "bytes": size, "lines": len(lines)}
+def program(row: Row, folder: Path, *, steps: int, block: int, guarded: bool) -> list[str]:
+    words = [str(HERE / "run_programs.py"), row.program, "--device", row.device, "--steps", str(steps)]
+    words += ["--block", str(block), "--warm-up", str(min(WARM_UP, steps // 4)), "--times", str(folder / "times.json")]
+    words += ["--fault", row.fault if guarded else "none"]
+    return [sys.executable, *(guard(folder / "run") if guarded else []), *words]
 
 
 def guard(run_dir: Path) -> list[str]:
@@ -129,54 +130,95 @@ def on_terminal(command: list[str]) -> list[str]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    env = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, stderr=theirs, stdout=subprocess.DEVNULL, env=env, check=False)
+    subprocess.run(command, stderr=theirs, stdout=subprocess.DEVNULL, env=environment(), check=False)
     os.close(theirs)
     reader.join()
     os.close(ours)
     return b"".join(text).decode(errors="replace").splitlines()
 
 
-# ── All runs of a row ────────────────────────────────────────────────────────────────────────────────────
+def environment() -> dict[str, str]:
+    return {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 
 
-def measure(row: Row, rounds: int, steps: int) -> dict[str, Any]:
-    def value(result: dict[str, Any]) -> float:
-        return float(statistics.median(result["times"]) if row.fault == "none" else result["total"])
+# ── A row of the table ───────────────────────────────────────────────────────────────────────────────────
 
+
+def measure(row: Row, *, smoke: bool) -> dict[str, Any]:
+    result = measure_faulty(row, smoke) if row.fault != "none" else measure_healthy(row, smoke)
+    say(f"  {row.device}, {row.name}: {result['ratio']:.3f} ({result['low']:.3f} to {result['high']:.3f})")
+    result |= {"name": row.name, "program": row.program, "device": row.device, "fault": row.fault}
+    result |= {"most": row.most, "most_ms": row.most_ms}
+    return {**result, "is_reached": is_reached(result)}
+
+
+def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
+    block, rounds = (2, 4) if smoke else (row.steps, row.rounds)
+    steps = steps_needed(WARM_UP, block, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def player(guarded: bool) -> Player:
+            own = Path(folder) / ("guarded" if guarded else "plain")
+            own.mkdir()
+            command = program(row, own, steps=steps, block=block, guarded=guarded)
+            return Player(command, env=environment(), stdout=subprocess.DEVNULL)
+
+        plain, blocks = take_turns(player(guarded=False), player(guarded=True), rounds)
+    ms, ratios = (list(values) for values in zip(*blocks, strict=True))
+    ratio = spread(ratios)
+    return {
+        "steps": block,
+        "rounds": rounds,
+        "ratio": ratio["median"],
+        "low": ratio["low"],
+        "high": ratio["high"],
+        "ratios": [round(r, 5) for r in ratios],
+        "plain_ms": statistics.median(plain),
+        "guarded_ms": statistics.median(ms),
+    }
+
+
+def measure_faulty(row: Row, smoke: bool) -> dict[str, Any]:
+    steps, rounds = (80, 1) if smoke else (row.steps, FAULTY_ROUNDS)
     plain, guarded = [run(row, steps, guarded=False)], []
     for _ in range(rounds):
         guarded.append(run(row, steps, guarded=True))
         plain.append(run(row, steps, guarded=False))
-    pairs = zip(guarded, plain[:-1], plain[1:], strict=True)
-    ratios = [2 * value(g) / (value(before) + value(after)) for g, before, after in pairs]
-    ms = [1e3 * statistics.median(statistics.median(r["times"]) for r in runs) for runs in (plain, guarded)]
-    result = {
-        "name": row.name,
-        "program": row.program,
-        "device": row.device,
-        "fault": row.fault,
+    totals = zip(
+        (r["total"] for r in guarded), (r["total"] for r in plain), (r["total"] for r in plain[1:]), strict=False
+    )
+    ratios = [2 * total / (before + after) for total, before, after in totals]
+    return {
         "steps": steps,
         "rounds": rounds,
         "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
         "ratios": ratios,
-        "plain_ms": ms[0],
-        "guarded_ms": ms[1],
         "plain_s": statistics.median(r["total"] for r in plain),
         "guarded_s": statistics.median(r["total"] for r in guarded),
         "bytes": max(r["bytes"] for r in guarded),
         "lines": max(r["lines"] for r in guarded),
-        "most": row.most,
-        "most_ms": row.most_ms,
     }
-    say(f"  {row.device}, {row.name}: {result['ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}), {ms[0]:.3f} ms")
-    return {**result, "is_reached": is_reached(result)}
+
+
+def run(row: Row, steps: int, *, guarded: bool) -> dict[str, Any]:
+    """The total time of a whole run in seconds, bytes in the run folder, and lines on the terminal."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = program(row, folder, steps=steps, block=10, guarded=guarded)
+        lines = on_terminal(command)
+        if not (folder / "times.json").exists():
+            raise RuntimeError(f"{' '.join(command)} has failed:\n" + "\n".join(lines))
+        size = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file())
+        return {**json.loads((folder / "times.json").read_text()), "bytes": size, "lines": len(lines)}
 
 
 def is_reached(result: dict[str, Any]) -> bool:
+    if result["fault"] != "none":
+        return bool(result["ratio"] <= result["most"] and result["bytes"] < MOST_BYTES and result["lines"] < MOST_LINES)
     by_ms = result["most_ms"] is not None and result["guarded_ms"] - result["plain_ms"] <= result["most_ms"]
-    is_small = result["fault"] == "none" or (result["bytes"] < MOST_BYTES and result["lines"] < MOST_LINES)
-    return (result["ratio"] <= result["most"] or by_ms) and is_small
+    return bool(result["ratio"] <= result["most"] or by_ms)
 
 
 def as_markdown(facts: dict[str, Any]) -> str:
@@ -184,7 +226,7 @@ def as_markdown(facts: dict[str, Any]) -> str:
     fields = ("machine", "cpu_cores", "driver", "cuda", "torch", "python", "date")
     lines += [f"- {key.replace('_', ' ')}: {facts[key]}" for key in fields if facts[key] is not None]
     lines += [f"- command: `{facts['command']}`", "", METHOD, ""]
-    lines += ["| device | program | steps | plain | guarded | ratio | goal | folder | lines | reached |"]
+    lines += ["| device | program | blocks or steps | plain | guarded | ratio | goal | folder | lines | reached |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
     for row in facts["rows"]:
         is_faulty = row["fault"] != "none"
@@ -192,9 +234,10 @@ def as_markdown(facts: dict[str, Any]) -> str:
         guarded = f"{row['guarded_s']:.2f} s" if is_faulty else f"{row['guarded_ms']:.3f} ms"
         goal = f"{row['most']:.2f}" + ("" if row["most_ms"] is None else f" or {row['most_ms']} ms")
         size, printed = (f"{row['bytes'] / 2**20:.1f} MB", row["lines"]) if is_faulty else ("", "")
+        length = f"{row['steps']:,} steps" if is_faulty else f"{row['rounds']} blocks of {row['steps']} steps"
         lines.append(
-            f"| {row['device']} | {row['name']} | {row['steps']:,} | {plain} | {guarded} | {row['ratio']:.3f} "
-            f"({min(row['ratios']):.3f} to {max(row['ratios']):.3f}) | {goal} | {size} | {printed} "
+            f"| {row['device']} | {row['name']} | {length} | {plain} | {guarded} | {row['ratio']:.3f} "
+            f"({row['low']:.3f} to {row['high']:.3f}) | {goal} | {size} | {printed} "
             f"| {'yes' if row['is_reached'] else '**no**'} |"
         )
     return "\n".join([*lines, ""])
@@ -206,7 +249,6 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only those whose device, program, fault or name contains this")
-    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--smoke", action="store_true", help="few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -215,17 +257,16 @@ def main() -> None:
     wanted = [text for text in args.rows.split(",") if text]
     if wanted:
         rows = [row for row in rows if any(text in f"{row}" for text in wanted)]
-    rounds = 1 if args.smoke else args.rounds
-    results = [measure(row, rounds, 40 if args.smoke else row.steps) for row in rows]
-    facts = {**header(torch.device("cuda" if on_gpu else "cpu")), "method": METHOD, "rows": results}
+    facts: dict[str, Any] = {**header(torch.device("cuda" if on_gpu else "cpu")), "method": METHOD, "rows": []}
     facts["command"] = facts["command"].replace("overhead.py", "run_overhead.py")
-    text = as_markdown(facts)
-    print(text)
-    if not args.smoke:
-        slug = "-".join(facts["machine"].lower().replace("_", "-").split())
-        path = args.out / f"run-overhead-{slug}-{facts['date']}.json"
-        write(path, json.dumps(facts, indent=1) + "\n")
-        write(path.with_suffix(".md"), text)
+    slug = "-".join(facts["machine"].lower().replace("_", "-").split())
+    path = args.out / f"run-overhead-{slug}-{facts['date']}.json"
+    for row in rows:
+        facts["rows"].append(measure(row, smoke=args.smoke))
+        if not args.smoke:  # now: an interrupted run keeps this much
+            write(path, json.dumps(facts, indent=1) + "\n")
+            write(path.with_suffix(".md"), as_markdown(facts))
+    print(as_markdown(facts))
 
 
 if __name__ == "__main__":

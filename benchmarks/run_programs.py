@@ -2,16 +2,14 @@
 
     python benchmarks/run_programs.py tiny_gpt --steps 300 --times times.json
 
-Nothing here knows of nanguard. A program writes how long its steps took, after a warm-up, into a file: on a GPU in
-blocks of steps that end when the device has done them, on a CPU as time of the processor. `--fault once` makes one
-step bad in a way that is not located, `--fault every10` every tenth one.
+Nothing here knows of nanguard. A program writes how long its steps took, after a warm-up, into a file (see `turns.py`).
+`--fault once` makes one step bad in a way that is not located, `--fault every10` every tenth one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import _SMOKE, WORKLOADS, GPTConfig, Workload
+from turns import Timer
 
 CHARACTERS = GPTConfig(num_layers=2, num_heads=2, width=64, vocabulary=64, context=32)
 GPTS = {
@@ -28,43 +27,6 @@ GPTS = {
     "characters": Workload(name="characters", config=CHARACTERS, batch_size=16),
     "smoke_gpt": Workload(name="smoke_gpt", config=_SMOKE, batch_size=2),
 }
-WARM_UP = 0.2
-"""This share of the steps is not timed. The first steps of a run compile, allocate and pin."""
-
-BLOCK = 10
-"""So many steps on a GPU are timed together."""
-
-
-class Timer:
-    """Called after each step."""
-
-    def __init__(self, device: torch.device, num_steps: int) -> None:
-        self._is_gpu, self._first = device.type == "cuda", int(num_steps * WARM_UP)
-        self._num_steps = 0
-        self._began = self._last = 0.0
-        self.times: list[float] = []
-
-    def step(self) -> None:
-        self._num_steps += 1
-        timed = self._num_steps - self._first
-        size = BLOCK if self._is_gpu else 1
-        if timed < 0 or timed % size:
-            return
-        now = self._now()
-        if timed:
-            self.times.append((now - self._last) / size)
-        else:
-            self._began = now
-        self._last = now
-
-    def total(self) -> float:
-        return self._now() - self._began
-
-    def _now(self) -> float:
-        if self._is_gpu:
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time()
 
 
 class Fault:
@@ -171,13 +133,17 @@ def main() -> None:
     parser.add_argument("program", choices=[*GPTS, *OTHERS])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warm-up", type=int, default=60, help="these steps compile, allocate and pin: not timed")
+    parser.add_argument("--block", type=int, default=10, help="so many steps are timed together")
+    parser.add_argument("--turns", help="pipes to wait for turns with")
     parser.add_argument("--fault", choices=("none", "once", "every10"), default="none")
     parser.add_argument("--times", type=Path, required=True, help="where to write how long the steps took")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     device = torch.device(args.device)
-    fault, timer = Fault(args.fault, args.steps), Timer(device, args.steps)
+    fault = Fault(args.fault, args.steps)
+    timer = Timer(device, warm_up=args.warm_up, block=args.block, turns=args.turns)
     if args.program in GPTS:
         gpt(GPTS[args.program], device, args.steps, fault, timer)
     else:
