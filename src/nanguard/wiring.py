@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ def make_engine(
     capture: str,
     run_dir: str | Path | RunFolder | None,
     snapshot_dir: Path | None,
+    was_skipped: Callable[[], None] | None = None,
+    host_advances: bool = False,
 ) -> tuple[StepEngine, Recovery]:
     """The engine of a run, and what answers bad steps in it."""
     check_choice("diagnose", diagnose)
@@ -87,7 +89,17 @@ def make_engine(
         )
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))
     _bind_monitors(parts, recovery)
-    engine = StepEngine(parts, data, ring, recovery, sync=sync, accumulate=accumulate, records_calls=diagnose != "off")
+    engine = StepEngine(
+        parts,
+        data,
+        ring,
+        recovery,
+        sync=sync,
+        accumulate=accumulate,
+        records_calls=diagnose != "off",
+        was_skipped=was_skipped,
+        host_advances=host_advances,
+    )
     return engine, recovery
 
 

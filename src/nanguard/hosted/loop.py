@@ -70,6 +70,10 @@ class HostedLoop:
     non-finite, the step is skipped: ``call`` is not called, and buffers are put back. Each step costs one sync, since
     the host has to know whether it was applied.
 
+    A host that can do without that passes ``was_skipped``. If the optimizer is fused, on a GPU, and the only one, no
+    step syncs then: it is told as applied, the device itself skips it if it is bad, and ``was_skipped`` is called
+    before the next step is applied, or by ``settle``. Schedulers are put back by then; the rest is the host's.
+
     Args:
         model: the module that trains; DDP and ``torch.compile`` wrappers are fine.
         optimizers: one optimizer or several. Those that step in the same iteration all step, or none does.
@@ -80,6 +84,7 @@ class HostedLoop:
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
         first_step: the number of the first step; None reads it from the state of the optimizer.
+        was_skipped: called for a step that was told as applied and was not.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class HostedLoop:
         diagnose: How = "auto",
         capture: CaptureLevel = "batch",
         first_step: int | None = None,
+        was_skipped: Callable[[], None] | None = None,
     ) -> None:
         for name, value in (("diagnose", diagnose), ("capture", capture)):
             check_choice(name, value)
@@ -103,7 +109,7 @@ class HostedLoop:
         settings = Settings(
             policy=choose_policy(policy, patient_policy),
             run_dir=None if run_dir is None else RunFolder(Path(run_dir).absolute()),
-            sync="eager",
+            sync="eager" if was_skipped is None else "auto",
             diagnose=diagnose,
             capture=capture,
             observers=tuple(observers),
@@ -111,7 +117,7 @@ class HostedLoop:
         search = Search()
         numbers: Iterator[int] = itertools.count(1)
         if self._program is not None:
-            settings = replace(self._program.settings, sync="eager")
+            settings = replace(self._program.settings, sync=settings.sync)
             search, numbers = self._program.search, self._program.numbers
         check_optimizers(several, model)
         check_schedulers(to_hold, several)
@@ -128,6 +134,7 @@ class HostedLoop:
                 numbers=numbers,
                 schedulers=[each for each in to_hold if moves(each, optimizer)],
                 can_trace=False,
+                was_skipped=was_skipped,
             )
             if first_step is not None:
                 hosted.count_from(first_step)
@@ -225,6 +232,17 @@ class HostedLoop:
         if is_scaled and not _compat.is_unscaled(grad_scaler, optimizer):
             grad_scaler.unscale_(optimizer)  # update() needs what it finds
         return HostedResult(applied=hosted.was_applied, result=result if hosted.was_applied else None)
+
+    @property
+    def answers_later(self) -> bool:
+        """Whether steps are told as applied before that is known; see ``was_skipped``."""
+        return any(hosted.sync == "late" for hosted in self._steps)
+
+    def settle(self) -> None:
+        """Between two steps: waits until it is known whether the last one was applied."""
+        self._check_open("settle")
+        for hosted in self._steps:
+            hosted.settle()
 
     def discard(self) -> None:
         """The host has cleared the gradients without a step: what was told since the last step is forgotten.

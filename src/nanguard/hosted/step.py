@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from nanguard.hosted.names import names_in_sight
 from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates, num_steps_made
 from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
+from nanguard.hosted.shared_buffers import SharedBuffers
 from nanguard.hosted.trained_modules import TrainedModules
 from nanguard.hosted.unchecked import UncheckedSteps
 from nanguard.monitor.observer import Monitor
@@ -35,7 +36,6 @@ from nanguard.records.steps import Reading
 from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
-from nanguard.state.undo import Undo
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.parts import StepParts
@@ -52,23 +52,13 @@ _ADVICE = "none yet: some of the next steps are traced, to find it if it comes a
 _ORDINARY_NORM = 1e12
 
 
-class _SharedBuffers(Undo):
-    """Puts back the buffers that another hosted step has noted."""
-
-    def __init__(self, owner: Undo, device: torch.device) -> None:
-        super().__init__(device)
-        self._owner = owner
-
-    def undo_(self) -> None:
-        self._owner.undo_()
-
-
 class HostedStep(UncheckedSteps):
     """``trained`` contains all that the optimizer trains; ``roots`` are the modules that the program calls.
 
     ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
     ``schedulers`` are those that the host advances: a rollback puts them back too. ``can_trace`` says whether the host
-    can run a step under a trace.
+    can run a step under a trace. With ``was_skipped``, a host that need not wait is told that a step was applied, and
+    if it was not, ``was_skipped`` is called before the next one is.
 
     The host calls ``before_forward``, ``after_forward``, ``measure`` if it changes gradients before the step, and
     ``step``. ``StepCoordinator`` does so for all optimizers of a run.
@@ -87,6 +77,7 @@ class HostedStep(UncheckedSteps):
         numbers: Iterator[int],
         schedulers: Sequence[LRScheduler] = (),
         can_trace: bool = True,
+        was_skipped: Callable[[], None] | None = None,
     ) -> None:
         self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
         device = optimizer.param_groups[0]["params"][0].device
@@ -132,6 +123,8 @@ class HostedStep(UncheckedSteps):
             capture=settings.capture,
             run_dir=settings.run_dir,
             snapshot_dir=None,
+            was_skipped=was_skipped,
+            host_advances=bool(schedulers),
         )
         self.examinations = self.recovery.examinations
         self._discarded = DiscardedPasses(self.parts, self.recovery)
@@ -143,7 +136,7 @@ class HostedStep(UncheckedSteps):
         if not makes_finite_updates(optimizer):
             self.parts.careful_until = FOREVER
         self.was_applied = True
-        """Whether the last call had an effect. With ``sync="late"`` the host does not know, and this stays True."""
+        """Whether the last call had an effect, as far as the host knows. With ``sync="late"`` it may learn later."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
         self.count_from(num_steps_made(optimizer))
@@ -165,6 +158,11 @@ class HostedStep(UncheckedSteps):
     def count_from(self, step: int) -> None:
         """The next step has this number."""
         self.parts.first_step = self.parts.num_steps = step
+
+    def settle(self) -> None:
+        """Processes what the host has not heard of yet. Syncs if there is something."""
+        self.engine.settle()
+        self._pending()
 
     def resumed(self) -> None:
         """The host has loaded a checkpoint. Snapshots and readings of steps before are dropped."""
@@ -191,7 +189,7 @@ class HostedStep(UncheckedSteps):
 
     def share_buffers_of(self, other: HostedStep) -> None:
         """If another optimizer trains the same module, it is enough that one of them notes the buffers."""
-        self.parts.buffers = _SharedBuffers(other.parts.buffers, self.parts.state.device)
+        self.parts.buffers = SharedBuffers(other.parts.buffers, self.parts.state.device)
 
     def before_forward(self, *, is_first: bool) -> None:
         """A module is about to be called with gradients on; ``is_first`` says for the first time in this iteration.
@@ -199,13 +197,14 @@ class HostedStep(UncheckedSteps):
         What was noted when the step was opened may have changed since: the program, or other optimizers, went on.
         """
         pending = self._pending()
-        pending.measured = None
+        pending.forget_measurement()
         self.clipping.forget()
         has_called, self._has_called = self._has_called, True
         if not is_first:
             self.parts.last_forward.follow_()
             return
         self.parts.last_forward.mend_in_any_case_()
+        self.engine.between_steps()
         self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
         self.parts.last_forward.begin_(self.parts.buffers)
 
@@ -236,7 +235,7 @@ class HostedStep(UncheckedSteps):
         return self.parts.state.rng_reader.now(self.parts.num_steps)
 
     def measure(self, this: Iteration) -> None:
-        """Measures the step now, before the host clips. ``step`` then decides by these values. One sync."""
+        """Measures the step now, before the host clips. ``step`` then decides by these values. One sync if any."""
         pending = self._pending()
         self._fill(pending, this)
         self._follow_scaler()
@@ -295,7 +294,7 @@ class HostedStep(UncheckedSteps):
         """
         self.num_calls += 1
         pending = self._pending()
-        if pending.measured is None:
+        if not pending.is_measured:
             self._fill(pending, this)
         self._follow_scaler()
         before = self.parts.journal.last
@@ -309,6 +308,8 @@ class HostedStep(UncheckedSteps):
             pending.last_seen = pending.tape = None
             last = self.parts.journal.last
             self.was_applied = last is not None and last is not before and last.applied
+        else:
+            self.was_applied = self.skippable.was_called
         this.refused = this.refused or self._was_refused()
         self.open()
         return self.skippable.result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.eager import Eager
 from nanguard.step.late import Late
 from nanguard.step.measurement import MeasurementLayout
+from nanguard.step.next_step import NextStep
 from nanguard.step.out_of_memory import GivingMemoryBack
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
@@ -39,6 +40,8 @@ log = logging.getLogger("nanguard")
 class StepEngine:
     """One step at a time. ``late`` is None if the host is asked before each step; ``ring`` if there are no snapshots.
 
+    With ``was_skipped``, ``sync="late"`` means until the next step is about to be applied: see ``NextStep``. If
+    ``host_advances`` schedulers that belong to the state, after a step, snapshots are taken ``between_steps``.
     ``records_calls``: in a loop of the user's own, what the model is given is noted, so that it can be called again.
     """
 
@@ -52,11 +55,16 @@ class StepEngine:
         sync: str,
         accumulate: int,
         records_calls: bool,
+        was_skipped: Callable[[], None] | None = None,
+        host_advances: bool = False,
     ) -> None:
         self.parts, self.data, self.ring, self.recovery = parts, data, ring, recovery
         self.accumulate = accumulate
+        self._host_advances = host_advances
         self.num_epochs = 0
-        self.late = Late(parts, recovery) if sync == "late" else None
+        self.late: Late | None = None
+        if sync == "late":
+            self.late = Late(parts, recovery) if was_skipped is None else NextStep(parts, recovery, was_skipped)
         self.mode: Mode = self.late or Eager(parts, recovery)
         self._memory = GivingMemoryBack(recovery)
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
@@ -183,9 +191,7 @@ class StepEngine:
         return self.parts.state.rng_reader.now(self.parts.num_steps)
 
     def measure(self, pending: PendingStep) -> None:
-        """Measures before ``finish``, for a host that clips in between. Only if the host decides before each step."""
-        if not isinstance(self.mode, Eager):
-            raise ProtocolError("a step can be measured before it is finished only with sync='eager'")
+        """Measures before ``finish``, for a host that clips in between."""
         self.mode.measure(pending)
 
     def finish(self, pending: PendingStep) -> None:
@@ -231,7 +237,12 @@ class StepEngine:
 
     def _after_step(self) -> None:
         """Takes a snapshot if one is due. Inside ``guard.epoch`` this happens between two batches instead."""
-        if self.ring is not None and self.data.current is None:
+        if self.ring is not None and self.data.current is None and not self._host_advances:
+            self.ring.after_step(self.parts.num_steps)
+
+    def between_steps(self) -> None:
+        """The host has done all that belongs to the last step, and begins the next one."""
+        if self.ring is not None and self._host_advances:
             self.ring.after_step(self.parts.num_steps)
 
     def _microbatch(self, loss_fn: LossFn, batch: Any, *, is_last: bool) -> Microbatch:

@@ -24,7 +24,7 @@ from nanguard.state.readback import AsyncReadback
 from nanguard.state.undo import Undo
 from nanguard.step.measurement import MeasuredValues
 from nanguard.step.parts import StepParts
-from nanguard.step.pending import LAG, PendingStep
+from nanguard.step.pending import LAG, OnDevice, PendingStep
 from nanguard.step.protocols import Responder
 
 
@@ -103,13 +103,21 @@ class Late:
             pending.verdict = self._parts.judge(reading)
         return pending.verdict
 
-    def protect(self, pending: PendingStep) -> None:
-        """The part of a step on the device: measure, agree, latch, clip, step, put back what must not change."""
+    def measure(self, pending: PendingStep) -> None:
+        """Measures on the device before ``finish``, for a host that clips in between."""
         parts = self._parts
         groups = parts.gather(pending)
         parts.measure(pending, groups)
         latched_before = self.latch.clone() if parts.precision.scaler is not None else None
-        skip = self._raise_latch_(pending)
+        pending.on_device = OnDevice(groups, self._raise_latch_(pending), latched_before)
+
+    def protect(self, pending: PendingStep) -> None:
+        """The part of a step on the device: measure, agree, latch, clip, step, put back what must not change."""
+        parts = self._parts
+        if pending.on_device is None:
+            self.measure(pending)
+        assert pending.on_device is not None
+        (groups, skip, latched_before), pending.on_device = pending.on_device, None
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
         if parts.is_careful:
@@ -159,8 +167,8 @@ class Late:
         torch.maximum(self.latch, skip * (scaler.scale <= scaler.floor), out=self.latch)
         return skip
 
-    def _hear(self) -> None:
-        """Processes the oldest reading in flight; waits for it if it has not arrived."""
+    def _hear(self) -> bool:
+        """Processes the oldest reading in flight; waits for it if it has not arrived. True if it led to a rollback."""
         parts, pending = self._parts, self._in_flight.popleft()
         verdict = self._judge(pending)
         if verdict.kind == "healthy":
@@ -170,24 +178,25 @@ class Late:
                 if answer.went_back:
                     self.drop_in_flight()
                 parts.journal.remember(answer)
-            return
+            return answer is not None and answer.went_back
         overflow = Outcome(verdict=verdict, action=Action(response="back_off"), applied=False)
         if verdict.kind == "overflow":
             self._recovery.back_off(verdict.reading.step)
         if verdict.kind == "overflow" and not pending.latches:
             self._take_back_tick(pending)
             parts.journal.record(overflow)
-            return
+            return False
         wake = self._put_back(pending)
         if verdict.kind == "overflow":
             self._go_on(overflow, wake)
-            return
+            return False
         with self._recovery.letting_interrupts_out():
             answer = self._recovery.answer(pending, verdict)
             if answer.went_back:
                 parts.journal.record(answer)
             else:
                 self._go_on(answer, wake)
+        return answer.went_back
 
     def _take_back_tick(self, pending: PendingStep) -> None:
         """Corrects the schedule: this step did not advance it, and the steps in flight behind it did."""

@@ -114,6 +114,13 @@ class StepParts:
             spoiled.append(True)
             self.be_careful()
 
+    def noted_buffers(self) -> Undo:
+        """All buffers as they are now."""
+        buffers = Undo(self.state.device)
+        buffers.watch_buffers(unwrapped(self.state.model))
+        buffers.note_()
+        return buffers
+
     def begin(self, pending: PendingStep) -> None:
         """This step is open from now on."""
         self.pending = pending

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
-from nanguard.step.measurement import EMPTY_LAYOUT, MeasuredValues, MeasurementLayout
+from nanguard.step.measurement import EMPTY_LAYOUT, Group, MeasuredValues, MeasurementLayout
 from nanguard.step.tape import CallTape
 
 LossFn = Callable[[Any, Any], Any]
@@ -51,6 +51,14 @@ class Microbatch:
             self.shown.copy_(loss)
 
 
+class OnDevice(NamedTuple):
+    """A step that was measured on the device: the flag that says whether to skip it, and the latch before, if asked."""
+
+    groups: list[Group]
+    skip: Tensor
+    latched_before: Tensor | None
+
+
 @dataclass(slots=True)
 class PendingStep:
     """One optimizer step, from its beginning until the host has processed its reading.
@@ -60,8 +68,8 @@ class PendingStep:
     position, ``fetched`` are the batches that a loader gave for this step; ``lrs`` are the learning rates it is made
     with; ``is_spoiled`` says that its update was taken back. In a loop of the user's own ``has_begun`` says that there
     was a forward pass, ``calls`` are those of the model, ``tape`` has the torch calls around it, and ``live`` is how
-    the step ran, if it was traced. ``measured`` is set if it was measured before it was finished, ``verdict`` once its
-    reading has been judged.
+    the step ran, if it was traced. ``measured``, or ``on_device`` if the host does not wait, is set if it was measured
+    before it was finished, ``verdict`` once its reading has been judged.
     """
 
     step: int
@@ -86,6 +94,7 @@ class PendingStep:
     lrs: tuple[float | None, ...] = ()
     layout: MeasurementLayout = EMPTY_LAYOUT
     measured: MeasuredValues | None = None
+    on_device: OnDevice | None = None
     readback: PendingCopy | None = None
     before_clipping: PendingCopy | None = None
     """By what the program has divided the gradients of each group."""
@@ -98,6 +107,14 @@ class PendingStep:
     tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measured is not None or self.on_device is not None
+
+    def forget_measurement(self) -> None:
+        """The gradients change again."""
+        self.measured = self.on_device = None
 
     @property
     def batches(self) -> list[Any]:

@@ -13,13 +13,19 @@ from nanguard.step.pending import PendingStep
 
 
 class Mode(Protocol):
-    """How a step is protected. ``Eager`` asks the host before the optimizers step, ``Late`` lets the device decide."""
+    """How a step is protected.
+
+    ``Eager`` asks the host before the optimizers step. ``Late`` and ``NextStep`` let the device decide.
+    """
 
     def before(self) -> None:
         """Processes the readings that are due, before the next step begins."""
 
     def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         """Notes what the step may change, so that it can be put back. With ``are_buffers_noted`` all but buffers."""
+
+    def measure(self, pending: PendingStep) -> None:
+        """Measures the step before ``finish``, for a host that clips in between."""
 
     def finish(self, pending: PendingStep) -> None:
         """Measures the step, and applies it or not."""

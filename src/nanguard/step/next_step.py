@@ -1,0 +1,56 @@
+"""The device decides, and the host learns of a step when the next one has been computed, before it is applied.
+
+By then the device has a whole step of work queued, so waiting for the answer leaves no gap. Unlike with ``Late``, no
+good step runs into the latch of a bad one, so nothing has to be run again. This is for loops of frameworks: what they
+did in between because they took the step for applied (the schedule, sums of losses) is put back before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanguard.step.late import Late
+from nanguard.step.parts import StepParts
+from nanguard.step.pending import PendingStep
+from nanguard.step.protocols import Responder
+
+
+class NextStep(Late):
+    """A healthy step never syncs. ``was_skipped`` is called for each step that turns out to have changed nothing."""
+
+    def __init__(self, parts: StepParts, recovery: Responder, was_skipped: Callable[[], None]) -> None:
+        super().__init__(parts, recovery)
+        self._was_skipped = was_skipped
+
+    def before(self) -> None:
+        """Nothing is due yet: the host asks when the step is about to be applied."""
+
+    def finish(self, pending: PendingStep) -> None:
+        schedule, is_latched = self._parts.state.schedule, False
+        while self._in_flight:
+            is_latched = is_latched or self._holds_latch(self._in_flight[0])
+            is_elsewhere = self._hear()
+            if is_elsewhere:  # the gradients of this step are of another past
+                self._parts.journal.lose(1)
+                return
+        if is_latched and pending.on_device is not None:  # what was measured for this step went with the latch
+            pending.on_device = pending.on_device._replace(skip=self._raise_latch_(pending))
+        pending.schedule = schedule.note() if schedule.is_ours else None
+        super().finish(pending)
+
+    def _hear(self) -> bool:
+        if not self._holds_latch(self._in_flight[0]):
+            return super()._hear()
+        # The next step has been computed. The bad one is examined with the buffers that both of them began with.
+        parts = self._parts
+        noted, computed = parts.buffers, parts.noted_buffers()
+        noted.undo_()
+        parts.buffers = parts.noted_buffers()
+        try:
+            is_elsewhere = super()._hear()
+        finally:
+            parts.buffers = noted
+            self._was_skipped()
+        if not is_elsewhere:
+            computed.undo_()
+        return is_elsewhere
