@@ -88,7 +88,7 @@ def make(
     torch.manual_seed(0)
     model = args.pop("model", None) or Classifier()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=args.pop("fused", None))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     given = {
         "num_train_epochs": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.transformers_callback import TESTED, GuardCallback, stop_cleanly
+from nanguard.integrations.transformers_logged import Logged, collected, counting_nothing, is_asked_for
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
@@ -28,9 +29,6 @@ __all__ = ["GuardCallback", "TrainerGuard", "attach"]
 
 SKIPPED = "nanguard/skipped"
 """What the skipped steps are logged as, from the first one on."""
-
-_COLLECTED = ("_metrics", "_stored_metrics")
-"""Attributes in which the trainers of TRL collect numbers until they are logged."""
 
 
 def attach(
@@ -77,9 +75,11 @@ class TrainerGuard(AttachedGuard):
         self._stack = contextlib.ExitStack()
         self._inner: AcceleratorGuard | None = None
         self._num_before = self._num_skipped = 0
-        self._is_new = False
-        self._kept: Tensor | None = None
-        self._norm: Any = None
+        self._is_new = self._is_late = False
+        self._before = self._after = Logged()
+        """What the log would say before the last step, and after it."""
+        self._losses: list[Tensor] = []
+        """Of the micro-batches of the current step."""
         self._collected: dict[str, Any] = {}
         self.at_detach(self._stack.close)
         for name in ("_inner_training_loop", "training_step", "_maybe_log_save_evaluate", "log"):
@@ -107,38 +107,50 @@ class TrainerGuard(AttachedGuard):
 
         def rerun(batch: Any) -> Tensor:
             inner.seen_again = None
-            with _counting_nothing(self._trainer):
+            with counting_nothing(self._trainer):
                 original(model, batch, *args, **kwargs)
             if inner.seen_again is None:
                 raise RuntimeError("training_step() of this Trainer does not call accelerator.backward()")
             return self._in_users_size(inner.seen_again)
 
         if not self._is_new:
-            self._collected = _collected(self._trainer)
+            self._collected = collected(self._trainer)
         batch = copy.copy(inputs) if isinstance(inputs, MutableMapping) else inputs  # the Trainer removes labels
         inner.loop.before_forward(batch, rerun=rerun)
         self._is_new = True
-        return original(model, inputs, *args, **kwargs)
+        loss = original(model, inputs, *args, **kwargs)
+        self._losses.append(loss)
+        return loss
 
     def _on_maybe_log_save_evaluate(
         self, original: Callable[..., Any], loss_sum: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """After each step. ``loss_sum`` is over the steps since the last log."""
-        trainer = self._trainer
-        if self._is_new and (self.loop.was_refused or self.halted is not None):
-            self._num_skipped += 1
+        """After each step, and after each epoch. ``loss_sum`` is over the steps since the last log."""
+        trainer, is_new = self._trainer, self._is_new
+        was_last_skipped = self._take_late()  # the step before this one, of which the last call knew nothing yet
+        if not is_new or is_asked_for(trainer.control):
+            self._settle()
+        is_skipped = self._take_late() or (is_new and (self.loop.was_refused or self.halted is not None))
+        before = self._before if was_last_skipped or (is_skipped and not is_new) else self._after
+        if is_skipped:
+            now = before
             vars(trainer).update(self._collected)
-            loss_sum.copy_(torch.zeros_like(loss_sum) if self._kept is None else self._kept)
+        elif was_last_skipped:
+            now = before.plus(self._losses, grad_norm)
+        else:
+            now = Logged(loss_sum, grad_norm if is_new else self._after.norm)
+        if now.loss_sum is not loss_sum:
+            loss_sum.copy_(torch.zeros_like(loss_sum) if now.loss_sum is None else now.loss_sum)
+        for _ in range(was_last_skipped + is_skipped):
+            self._num_skipped += 1
             trainer._globalstep_last_logged += 1  # the mean is over the steps since then
             self._show()
-        elif self._is_new:
-            self._norm = grad_norm
-        self._is_new = False
+        self._is_new, self._losses = False, []
         has_nothing_else = trainer.state.global_step <= trainer._globalstep_last_logged
         if trainer.control.should_log and has_nothing_else and self._num_skipped:
             trainer.log({SKIPPED: self.num_skipped})
-        original(loss_sum, self._norm, *args, **kwargs)
-        self._kept = loss_sum.clone()
+        original(loss_sum, now.norm, *args, **kwargs)
+        self._before, self._after = before, Logged(loss_sum.clone(), now.norm)
 
     def _on_log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         is_training = self._inner is not None
@@ -164,20 +176,39 @@ class TrainerGuard(AttachedGuard):
         trainer = self._trainer
         check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
         scheduler = plain_scheduler(trainer.lr_scheduler)
+        can_wait = scheduler is not None and not collected(trainer)  # else only at once can it be put back
         self._loop = loop = HostedLoop(
             model,
             plain_optimizer(trainer.optimizer),
             schedulers=() if scheduler is None else scheduler,
             first_step=trainer.state.global_step,
+            was_skipped=self._was_skipped if can_wait else None,
             **self._options,
         )
         self._inner = inner = AcceleratorGuard(loop, trainer.accelerator, [trainer.optimizer])
         inner.in_users_size, inner.on_halt = self._in_users_size, self._stop
         self._stack.enter_context(inner)
-        self.halted, self._kept, self._norm, self._num_skipped = None, None, None, 0
+        self.halted, self._num_skipped, self._is_late, self._losses = None, 0, False, []
+        self._before = self._after = Logged()
         logged = (entry[SKIPPED] for entry in reversed(trainer.state.log_history) if SKIPPED in entry)
         self._num_before = next(logged, 0)
         return inner
+
+    def _was_skipped(self) -> None:
+        """A step that was told as applied."""
+        self._is_late = True
+
+    def _take_late(self) -> bool:
+        is_late, self._is_late = self._is_late, False
+        return is_late
+
+    def _settle(self) -> None:
+        """What is logged, saved or evaluated now has to be right."""
+        if self._inner is not None and self.halted is None and self.loop.answers_later:
+            try:
+                self.loop.settle()
+            except NonFiniteError as error:
+                self._stop(error)
 
     def _in_users_size(self, loss: Tensor) -> Tensor:
         """The Trainer divides each loss such that their sum over the micro-batches is the loss of the step."""
@@ -194,19 +225,3 @@ class TrainerGuard(AttachedGuard):
             bar: Any = getattr(callback, "training_bar", None)
             if hasattr(bar, "set_postfix"):
                 bar.set_postfix(skipped=self.num_skipped)
-
-
-def _collected(trainer: Any) -> dict[str, Any]:
-    held = vars(trainer)
-    return {name: copy.deepcopy(held[name]) for name in _COLLECTED if name in held}
-
-
-@contextlib.contextmanager
-def _counting_nothing(trainer: Any) -> Iterator[None]:
-    """Numbers that the program counts or collects in the trainer are put back."""
-    numbers = {name: value for name, value in vars(trainer).items() if isinstance(value, (int, float))}
-    before = {**numbers, **_collected(trainer)}
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
