@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nanguard
-from helpers import INF, differences, loss_fn, poisoned
+from helpers import INF, differences, everything, loss_fn, make_batches, poisoned
 from nanguard.errors import NonFiniteError
 from nanguard.hosted import step as hosted_step
 from nanguard.hosted.loop import HostedLoop
@@ -170,3 +170,47 @@ def test_several_optimizers_are_asked_at_once() -> None:
     loop = HostedLoop(model, [fused(half, 0.01) for half in halves], was_skipped=lambda: None)
     assert not loop.answers_later
     loop.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_on_a_gpu_no_step_waits_and_bad_ones_never_happened() -> None:
+    batches = make_batches(24, device="cuda")
+
+    def train(given: Sequence[Batch], *, is_guarded: bool) -> tuple[dict[str, Any], HostedLoop | None]:
+        torch.manual_seed(0)
+        model = Net().cuda()
+        optimizer = fused(model.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        loop = HostedLoop(model, optimizer, schedulers=schedule, was_skipped=lambda: None) if is_guarded else None
+        for number, batch in enumerate(given):
+            is_checked = is_guarded and 12 <= number < 20  # the others are bad, or wait for a bad one
+            torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+            if loop is not None:
+                loop.before_forward(batch, rerun=lambda given: loss_fn(model, given))
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss_fn(model, batch)
+            if loop is not None:
+                loop.after_forward(loss)
+            loss.backward()
+            if loop is None:
+                optimizer.step()
+            else:
+                assert loop.answers_later
+                loop.measure(optimizer)
+                loop.step(optimizer)
+            schedule.step()
+            optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("default")
+        if loop is not None:
+            loop.settle()
+        return everything(model, [optimizer], schedule), loop
+
+    bad = (0, 4, 5, 9, 23)
+    never, _ = train([batch for place, batch in enumerate(batches) if place not in bad], is_guarded=False)
+    state, loop = train(poisoned(batches, *bad), is_guarded=True)
+    assert differences(never, state) == []
+    assert loop is not None
+    assert [incident.reading.step for incident in loop.incidents] == list(bad)
+    causes = {incident.outcome.diagnosis.cause for incident in loop.incidents if incident.outcome.diagnosis}
+    assert causes == {"input_nonfinite"}

@@ -85,7 +85,10 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
     @property
     def last_step_was_skipped(self) -> bool:
         """For your own callbacks, in ``on_train_batch_end``: whether the step of this batch changed nothing."""
-        return self._guarded is not None and self._guarded.is_held
+        if self._guarded is None:
+            return False
+        self._guarded.settle()
+        return self._guarded.is_held
 
     @property
     def halted(self) -> NonFiniteError | None:
@@ -106,12 +109,14 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         if any(type(each).__name__ == "_MockOptimizer" for each in trainer.optimizers):
             return  # configure_optimizers gave none
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        can_wait = pl_module.automatic_optimization and all(map(can_be_rolled_back, schedulers))
         try:
             loop = HostedLoop(
                 trainer.strategy.model,
                 trainer.optimizers,
                 schedulers=[each for each in schedulers if can_be_rolled_back(each)],
                 first_step=trainer.global_step if pl_module.automatic_optimization else None,
+                was_skipped=self._was_skipped if can_wait else None,
                 **self._options,
             )
         except ValueError as error:
@@ -120,6 +125,10 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             self.when_refused(trainer.optimizers, error)
             return
         self._guarded = GuardedFit(loop, trainer, pl_module)
+
+    def _was_skipped(self) -> None:
+        if self._guarded is not None:
+            self._guarded.was_skipped()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What was logged before belongs to another epoch."""
@@ -140,6 +149,21 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         skipped = guarded.num_skipped
         if skipped:
             pl_module.log(SKIPPED, float(skipped), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._settle()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing of our own. A checkpoint is being saved, and has to be of steps that are known."""
+        self._settle()
+        return {}
+
+    def _settle(self) -> None:
+        if self._guarded is not None:
+            self._guarded.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Examines a bad step in the middle of which the program has raised."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.loop import HostedLoop
-from nanguard.integrations.logged import NotedMetrics, NotedResults, muted
+from nanguard.integrations.logged import NotedMetrics, NotedResults, metrics_in, muted
 from nanguard.integrations.stepping import SteppingGuard
 from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.undo import Undo
@@ -89,6 +89,8 @@ class GuardedFit(SteppingGuard):
     def _update_schedulers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(interval: str, *args: Any, **kwargs: Any) -> None:
+            if interval != "step":
+                self.settle()
             if interval != "step" or not self.is_held:
                 original(interval, *args, **kwargs)
 
@@ -165,6 +167,34 @@ class GuardedFit(SteppingGuard):
             self.after_step(optimizer, is_applied=False)
             return otherwise
 
+    def was_skipped(self) -> None:
+        """The last step, which was told as applied, was not."""
+        self.num_skipped += 1
+        if self._applied:  # no other batch has begun since
+            self._unapplied.append(self._applied.pop())
+            self._ended_badly = self._is_refused = True
+
+    def settle(self) -> None:
+        """Between two steps: the rest of this batch needs to know whether its step was applied."""
+        if self.halted is None and self._applied and self.loop.answers_later:
+            try:
+                self.loop.settle()
+            except NonFiniteError as error:
+                self._halt(error)
+            self._put_back_logged()
+
+    def _is_asked_for(self) -> bool:
+        """Whether something adds this step up, or shows it now: then it has to be known whether it was applied."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        logged = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]
+        if any(meta.on_epoch for meta in logged) or metrics_in(self._module):
+            return True
+        if trainer.loggers and connector.should_update_logs:
+            return True
+        if any(meta.prog_bar for meta in logged) and trainer.progress_bar_callback is not None:
+            return True  # it waits for the number anyway
+        return any(_averages(callback) for callback in trainer.callbacks)
+
     def after_step(self, optimizer: Optimizer, *, is_applied: bool) -> None:
         (self._applied if is_applied else self._unapplied).append(optimizer)
         self._ended_badly = not is_applied
@@ -182,6 +212,8 @@ class GuardedFit(SteppingGuard):
 
     def after_batch(self) -> None:
         """Before the other callbacks."""
+        if self._is_asked_for():
+            self.settle()
         self._put_back_logged()
         for callback in self._trainer.callbacks if self.is_held else ():
             if hasattr(callback, "_latest_update_step"):  # WeightAveraging: it averages if this is behind
@@ -205,6 +237,11 @@ class GuardedFit(SteppingGuard):
             self._is_refused = True
             log.warning("batch %s is left out of the statistics of the averaged model: it is not finite", args[1:2])
         return output
+
+
+def _averages(callback: Any) -> bool:
+    """Whether a callback of Lightning averages weights."""
+    return hasattr(callback, "_latest_update_step") or type(callback).__name__ == "StochasticWeightAveraging"
 
 
 def _loss_of(output: Any) -> Tensor | None:
