@@ -106,6 +106,7 @@ class AcceleratorGuard(AttachedGuard):
         """Called if the policy ends the run; without it ``optimizer.step()`` raises."""
         self.seen_again: Tensor | None = None
         """The loss that the last step has come to when it was run again."""
+        self._is_measured = False
         for optimizer in optimizers:
             self._guard_steps(optimizer)
         if accelerator is not None:
@@ -125,11 +126,20 @@ class AcceleratorGuard(AttachedGuard):
             self.loop.after_forward(self.in_users_size(loss))
         return original(loss, **kwargs)
 
+    def measure_ahead(self) -> None:
+        """The gradients are complete, and the device is busy with them: what the host does now costs no time.
+
+        Only if the host does not wait for the answer.
+        """
+        self._is_measured = self.loop.answers_later
+        for optimizer in self._optimizers if self._is_measured else ():
+            self.loop.measure(plain_optimizer(optimizer))
+
     def _unscale_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called before gradients are clipped. They have their true size afterwards."""
         result = original(*args, **kwargs)
         given = as_tuple(args[0] if args else kwargs.get("optimizer")) or self._optimizers
-        for optimizer in self._optimizers:
+        for optimizer in () if self._is_measured else self._optimizers:
             if any(optimizer is each for each in given):
                 self.loop.measure(plain_optimizer(optimizer), grad_scaler=optimizer.scaler)
         return result
@@ -154,6 +164,7 @@ class AcceleratorGuard(AttachedGuard):
     def _step(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> None:
         calls: list[Any] = []
         scaler = optimizer.scaler
+        self._is_measured = False
 
         def call() -> None:
             calls.append(True)

@@ -120,6 +120,8 @@ class TrainerGuard(AttachedGuard):
         self._is_new = True
         loss = original(model, inputs, *args, **kwargs)
         self._losses.append(loss)
+        if self._trainer.accelerator.sync_gradients:  # the last micro-batch: the Trainer waits for the device next
+            inner.measure_ahead()
         return loss
 
     def _on_maybe_log_save_evaluate(

@@ -74,10 +74,14 @@ class Late:
         parts = self._parts
         if not are_buffers_noted:
             pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
-        if pending.rerunnable or parts.state.schedule.is_ours:  # else it is never put back
-            pending.schedule = parts.state.schedule.note()
+        self._note_schedule(pending)
         pending.num_states = parts.skippable.num_states()
         pending.training = [(module, module.training) for module in parts.modules]
+
+    def _note_schedule(self, pending: PendingStep) -> None:
+        schedule = self._parts.state.schedule
+        if pending.rerunnable or schedule.is_ours:  # else it is never put back
+            pending.schedule = schedule.note()
 
     def finish(self, pending: PendingStep) -> None:
         try:

@@ -22,11 +22,14 @@ class NextStep(Late):
         super().__init__(parts, recovery)
         self._was_skipped = was_skipped
 
+    def _note_schedule(self, pending: PendingStep) -> None:
+        """Not when the step begins, but when it is finished: the host advances schedulers after that."""
+
     def before(self) -> None:
         """Nothing is due yet: the host asks when the step is about to be applied."""
 
     def finish(self, pending: PendingStep) -> None:
-        schedule, is_latched = self._parts.state.schedule, False
+        is_latched = False
         while self._in_flight:
             is_latched = is_latched or self._holds_latch(self._in_flight[0])
             is_elsewhere = self._hear()
@@ -35,7 +38,7 @@ class NextStep(Late):
                 return
         if is_latched and pending.on_device is not None:  # what was measured for this step went with the latch
             pending.on_device = pending.on_device._replace(skip=self._raise_latch_(pending))
-        pending.schedule = schedule.note() if schedule.is_ours else None
+        super()._note_schedule(pending)
         super().finish(pending)
 
     def _hear(self) -> bool:
