@@ -46,7 +46,13 @@ METHOD = (
 NO_END = 124
 """The exit status of a run that was stopped, as of ``timeout``."""
 
-TIMES = (r"\d+(\.\d+)? ?(ms|s|it/s|s/it)\b", r"SPS: \d+", r"\d\d:\d\d(:\d\d)?", r"mfu -?[\d.]+%", r"iter_dt [\d.]+")
+TIMES = (
+    r"(?i)\b(time|ms/batch|sps|iter_dt)\b[:=]?[ \t]*\d+(\.\d+)?( ?m?s\b)?([ \t]*\([ \t]*\d+\.\d+\))?[ \t]*",
+    r"\d+(\.\d+)? ?(ms|s|it/s|s/it)\b",
+    r"\d\d:\d\d(:\d\d)?",
+    r"mfu -?[\d.]+%",
+)
+"""What a program prints of the clock, with its mean and the blanks that align it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ LANGUAGE = (
         name="word-rnn",
         data=make.words("corpus/train.txt", "corpus/valid.txt", "corpus/test.txt"),
         faults=(too_fast("--lr", "1e20"),),
-        volatile=(r"ms/batch\s+[\d.]+",),
     ),
     example(
         "word_language_model",
@@ -36,7 +35,6 @@ LANGUAGE = (
         name="word-transformer",
         data=make.words("corpus/train.txt", "corpus/valid.txt", "corpus/test.txt"),
         faults=(too_fast("--lr", "1e30"),),
-        volatile=(r"ms/batch\s+[\d.]+",),
     ),
     Program(
         name="nanogpt",
@@ -172,7 +170,6 @@ SEQUENCES = (
         folder="regression",
         command=("main.py", "--maml", "--n_iter", "12", "--tasks_per_metaupdate", "3", "--lr_inner", "0.01"),
         faults=(too_fast("--lr_meta", "1e30"),),
-        volatile=(r"time: \d+",),
     ),
 )
 
