@@ -15,6 +15,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import fleet
+import fleet_ablation
 import intervention
 from nanguard.monitor.observer import Monitor
 from nanguard.monitor.quantities import KINDS
@@ -97,3 +98,31 @@ def test_what_may_warn_can_be_chosen() -> None:
     row = fleet.score_one(RUNS / "fail_lr_deeplinear_sharpen.py", 0, KINDS[:1], 5)
     assert row["id"] == "fail_lr_deeplinear_sharpen"
     assert row["steps"] == row["event"] + 1
+
+
+def test_a_horizon_is_chosen_without_the_family_that_is_judged() -> None:
+    short, long = 0.7, 1.0
+    steps = 10_000
+    by_horizon = {
+        short: {
+            "quiet": fleet_ablation.Count(1, 2, 0, steps),
+            "loud": fleet_ablation.Count(1, 2, 0, steps),
+            "easy": fleet_ablation.Count(2, 2, 0, steps),
+        },
+        long: {
+            "quiet": fleet_ablation.Count(2, 2, 0, steps),
+            "loud": fleet_ablation.Count(1, 2, 9, steps),
+            "easy": fleet_ablation.Count(2, 2, 0, steps),
+        },
+    }
+    assert fleet_ablation.chosen_without(by_horizon) == {"quiet": short, "loud": long, "easy": short}
+
+
+def test_what_was_measured_can_be_read_again_with_another_horizon() -> None:
+    row, calls = fleet_ablation.record(RUNS / "fail_drift_gain_fp16.py", 0, 5)
+    near, far = (fleet_ablation.read_again(calls, KINDS, horizon) for horizon in (0.1, 1.0))
+    assert far
+    assert not near or far[0].step <= near[0].step
+    labels = {row["id"]: fleet.load(RUNS / f"{row['id']}.py").RUN}
+    rows = [{**row, "alerts": fleet.plain_alerts(far)}]
+    assert fleet_ablation.counted(rows, labels) == fleet_ablation.Count(1, 1, 0, 0)

@@ -21,7 +21,7 @@ _CONFIRMED = 2
 """A forecast has to be made so many times in a row."""
 
 HORIZON = 0.8
-"""A forecast counts if its limit is no further away than this many times the length of the trend."""
+"""A forecast may look ahead this many times as far as its trend has been seen."""
 
 _CALM = 3
 """A warning is withdrawn after so many looks in a row without a forecast."""
@@ -58,11 +58,13 @@ class _Watched:
 class Warner:
     """Takes what was measured, step by step, and says what changed in its warnings.
 
-    ``kinds`` are the kinds of quantities that may raise a warning.
+    ``kinds`` are the kinds of quantities that may raise a warning. A forecast counts if its limit is no further away
+    than ``horizon`` times the length of the trend.
     """
 
-    def __init__(self, kinds: Collection[str] = KINDS) -> None:
+    def __init__(self, kinds: Collection[str] = KINDS, *, horizon: float = HORIZON) -> None:
         self._kinds = frozenset(kinds)
+        self._horizon = horizon
         self._watched: dict[Quantity, _Watched] = {}
         self._active: dict[Quantity, Alert] = {}
         self._num_alerts = 0
@@ -139,7 +141,7 @@ class Warner:
                 rooms = [room + math.log2(limit) for room in rooms]
             most = quantity.most(limit)
             capped = [min(room, most) for room in rooms]
-            horizon = (_FORGIVING if quantity in self._active else 1.0) * HORIZON
+            horizon = (_FORGIVING if quantity in self._active else 1.0) * self._horizon
             found = forecast(watched.series.steps, capped, horizon=horizon)
         watched.in_a_row = 0 if found is None else watched.in_a_row + 1
         watched.calm = watched.calm + 1 if found is None else 0
