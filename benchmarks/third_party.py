@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -315,7 +316,7 @@ def table(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         METHOD,
         "",
         f"**{healthy} Of {len(faults)} faults, {finite} end with finite weights, and {right} "
-        f"({right / max(len(faults), 1):.0%}) are explained wholly right the first time.**",
+        f"({right / max(len(faults), 1):.0%}) are explained wholly right the first time.**{_ends_of(faults)}",
         "",
         "| program | healthy | fault | plain | guarded | explained | what was said |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -329,6 +330,12 @@ def table(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             first = healthy = ""
     return "\n".join(lines) + "\n"
+
+
+def _ends_of(faults: list[dict[str, Any]]) -> str:
+    """How the faulty programs end without the guard."""
+    ends = Counter(fault["plain"] for fault in faults if fault["plain"])
+    return f" Without the guard: {', '.join(f'{end} ({times})' for end, times in ends.most_common())}." if ends else ""
 
 
 def _cells(fault: dict[str, Any]) -> list[str]:
@@ -365,14 +372,19 @@ def main() -> None:
     chosen = [program for program in PROGRAMS if only is None or program.name in only]
     date = datetime.now(timezone.utc).date().isoformat()
     machine = f"cpu {platform.machine()}"
-    facts = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "date": date}
+    facts = {
+        "machine": machine,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": date,
+        "command": "`PYTHONPATH=src python benchmarks/third_party.py --repositories ... --packages ...`",
+    }
     path = args.out / f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
     is_written = only is None and not (args.faults_only or args.healthy_only)
     results = json.loads(path.read_text())["programs"] if is_written and args.resume and path.exists() else []
     for program in chosen:
-        if program.name in {result["name"] for result in results}:
-            continue
-        results.append(try_program(program, args))
+        if program.name not in {result["name"] for result in results}:
+            results.append(try_program(program, args))
         if is_written:
             path.write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
             path.with_suffix(".md").write_text(table(results, facts))
