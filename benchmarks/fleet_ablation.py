@@ -5,8 +5,8 @@
 
 Every run is trained once with everything measured, as fleet.py does. What the probes have measured is then read again
 by the same code with fewer kinds of quantities, and scored by fleet/score.py. (The values that a run measures do not
-depend on what may warn.) With --horizons, they are read with all kinds and these horizons, and one family of runs at a
-time is left out: the horizon is chosen on all others, and judged on that one.
+depend on what may warn.) With --horizons, they are read with these horizons too, and one family of runs at a time is
+left out: the horizon is chosen on all others, and judged on that one.
 """
 
 from __future__ import annotations
@@ -182,11 +182,13 @@ def signal_rows(recorded: Recorded, labels: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def horizon_rows(recorded: Recorded, labels: Mapping[str, Any], horizons: Collection[float]) -> list[str]:
+def horizon_rows(
+    recorded: Recorded, labels: Mapping[str, Any], horizons: Collection[float], kinds: Collection[str]
+) -> list[str]:
     """A row for each horizon, and one for the horizons that are chosen without the family that is judged."""
     by_horizon = {}
     for horizon in horizons:
-        rows = all_again(recorded, KINDS, horizon)
+        rows = all_again(recorded, kinds, horizon)
         families = sorted({labels[row["id"]]["family"] for row in rows})
         by_horizon[horizon] = {
             family: counted([row for row in rows if labels[row["id"]]["family"] == family], labels)
@@ -227,6 +229,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--probe-every", type=int, default=fleet.PROBE_EVERY)
     parser.add_argument("--horizons", default="", help="read again with these too, and leave out one family at a time")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="what may warn if horizons are compared")
     parser.add_argument("--measured", type=Path, help="a file of what the runs measured: read if there is one, or made")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -241,7 +244,8 @@ def main() -> None:
     labels = {path.stem: fleet.load(path).RUN for path in sorted(args.runs.glob("*.py"))}
     lines = [*NAIVE, *signal_rows(recorded, labels)]
     if args.horizons:
-        lines += ["", *horizon_rows(recorded, labels, [float(horizon) for horizon in args.horizons.split(",")])]
+        horizons = [float(horizon) for horizon in args.horizons.split(",")]
+        lines += ["", *horizon_rows(recorded, labels, horizons, args.kinds.split(","))]
     if args.out is not None:
         args.out.write_text("\n".join([*lines, ""]))
 
