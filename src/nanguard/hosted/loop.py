@@ -70,9 +70,10 @@ class HostedLoop:
     non-finite, the step is skipped: ``call`` is not called, and buffers are put back. Each step costs one sync, since
     the host has to know whether it was applied.
 
-    A host that can do without that passes ``was_skipped``. If the optimizer is fused, on a GPU, and the only one, no
-    step syncs then: it is told as applied, the device itself skips it if it is bad, and ``was_skipped`` is called
-    before the next step is applied, or by ``settle``. Schedulers are put back by then; the rest is the host's.
+    A host that can do without that passes ``was_skipped``. If the optimizer is fused, on a GPU, and the only one, and
+    there is one process, no step syncs then: it is told as applied, the device itself skips it if it is bad, and
+    ``was_skipped`` is called before the next step is applied, or by ``settle``. Schedulers are put back by then; the
+    rest is the host's.
 
     Args:
         model: the module that trains; DDP and ``torch.compile`` wrappers are fine.
@@ -117,7 +118,7 @@ class HostedLoop:
         search = Search()
         numbers: Iterator[int] = itertools.count(1)
         if self._program is not None:
-            settings = replace(self._program.settings, sync=settings.sync)
+            settings = replace(self._program.settings, sync=self._program.settings.sync if was_skipped else "eager")
             search, numbers = self._program.search, self._program.numbers
         check_optimizers(several, model)
         check_schedulers(to_hold, several)

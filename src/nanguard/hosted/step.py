@@ -113,6 +113,8 @@ class HostedStep(UncheckedSteps):
         self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(numbers)
         is_asked = shares or traits_of(optimizer).needs_closure
+        if was_skipped is not None and ranks.size > 1:  # a host that asks on one rank alone would wait for the others
+            is_asked = True
         self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
         self.engine, self.recovery = make_engine(
             self.parts,
