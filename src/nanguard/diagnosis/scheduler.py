@@ -62,8 +62,9 @@ class DiagnosisScheduler:
         self._parts, self._how = parts, how
         self._examiner = Examiner(parts, dry_run)
         self.live = Live(parts)
-        self.advice = ""
-        """What the user can do to get a better diagnosis, if nanguard cannot run the step itself."""
+        self.advice = self.last_advice = ""
+        """What the user can do to get a better diagnosis if the loop is not theirs: while steps are traced to find the
+        cause, and if they are not."""
         self._seen: Counter[Kind] = Counter()
         self._modules: dict[Kind, tuple[str, ...]] = {}
         self._traced: dict[tuple[str, ...], Diagnosis] = {}
@@ -259,11 +260,15 @@ class DiagnosisScheduler:
         if known is not None:
             return _taken_for(known, reading, f"not traced: taken for the same as in step {known.step:,}")
         if not self.live.is_allowed or self.live.is_always:
-            return diagnosis
+            return self._advised(diagnosis, self.last_advice)
         if not self.live.arm((*reading.found, *_kind(diagnosis)), reading.step):
-            return replace(diagnosis, notes=(*diagnosis.notes, _GIVEN_UP))
-        fix = Fix(words=self.advice) if self.advice and diagnosis.cause == "unknown" else diagnosis.fix
-        return replace(diagnosis, notes=(*diagnosis.notes, _SEARCHES), fix=fix)
+            return self._advised(replace(diagnosis, notes=(*diagnosis.notes, _GIVEN_UP)), self.last_advice)
+        return self._advised(replace(diagnosis, notes=(*diagnosis.notes, _SEARCHES)), self.advice)
+
+    def _advised(self, diagnosis: Diagnosis, advice: str) -> Diagnosis:
+        """With what can be done where the guard is not the user's own; a known cause has its own fix."""
+        is_known = diagnosis.cause != "unknown" or not advice
+        return diagnosis if is_known else replace(diagnosis, fix=Fix(words=advice))
 
     def _of_calls(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
         """Replay the model from its captured inputs and the gradient of its output."""

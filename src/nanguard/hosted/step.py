@@ -46,6 +46,7 @@ from nanguard.wiring import make_engine, make_journal
 
 log = logging.getLogger("nanguard")
 
+_LAST_ADVICE = "none known; nanguard run --trace follows every step as it runs, and may show it if it comes again"
 _ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
 
 
@@ -130,8 +131,8 @@ class HostedStep(UncheckedSteps):
         )
         self.examinations = self.recovery.examinations
         self._discarded = DiscardedPasses(self.parts, self.recovery)
-        if can_trace:
-            self.examinations.advice = _ADVICE
+        self.examinations.advice = _ADVICE
+        self.examinations.last_advice = _LAST_ADVICE if can_trace and not settings.trace else "none known"
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
         is_allowed = can_trace and (settings.trace or goes_on)
         self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
