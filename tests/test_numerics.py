@@ -81,6 +81,7 @@ def test_norms_that_are_written_together_are_those_of_each_tensor(sizes: list[in
             torch.isfinite(out).tolist() == torch.isfinite(apart).tolist() == [True] * (len(sizes) - 1) + [bad is None]
         )
         assert out[:-1].tolist() == pytest.approx(apart[:-1].tolist(), rel=1e-6)
+        assert repr(NormWriter().read(parts)) == repr(out.tolist()), "the same to the last bit, NaN included"
         parts[-1][0] = held
 
 

@@ -17,21 +17,25 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+_num_function_modes: Any = torch._C._len_torch_function_stack
+_push_function_mode: Any = torch._C._push_on_torch_function_stack
+_pop_function_mode: Any = torch._C._pop_torch_function_stack
+
 
 def enter_function_mode(mode: Any) -> None:
     """Puts a function mode below all others of this thread, so that leaving theirs never leaves ours.
 
     Torch wants the context of ``torch.set_default_device`` to be the lowest one: ours comes right above it.
     """
-    if not torch._C._len_torch_function_stack():
-        torch._C._push_on_torch_function_stack(mode)
+    if not _num_function_modes():
+        _push_function_mode(mode)
         return
-    above = _popped_function_modes()
+    above = [_pop_function_mode() for _ in range(_num_function_modes())]
     lowest = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     if lowest is not None and above[-1] is lowest:
-        torch._C._push_on_torch_function_stack(above.pop())
+        _push_function_mode(above.pop())
     for each in (mode, *reversed(above)):
-        torch._C._push_on_torch_function_stack(each)
+        _push_function_mode(each)
 
 
 def leave_function_mode(mode: Any) -> bool:
@@ -39,22 +43,16 @@ def leave_function_mode(mode: Any) -> bool:
 
     False if it is not there: while it handles a call, torch holds it aside.
     """
-    above = []
-    for _ in range(torch._C._len_torch_function_stack()):
-        each = torch._C._pop_torch_function_stack()
-        if each is mode:
-            break
-        above.append(each)
-    else:
-        each = None
+    above: list[Any] = []
+    is_found = False
+    while _num_function_modes() and not is_found:
+        each = _pop_function_mode()
+        is_found = each is mode
+        if not is_found:
+            above.append(each)
     for other in reversed(above):
-        torch._C._push_on_torch_function_stack(other)
-    return each is mode
-
-
-def _popped_function_modes() -> list[Any]:
-    """All function modes of this thread, the innermost first."""
-    return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+        _push_function_mode(other)
+    return is_found
 
 
 def takes_default_device(function: Any) -> bool:
@@ -96,19 +94,32 @@ def on_compiled_calls(entered: Any, left: Any) -> Any:
     return undo
 
 
+class NoGrad:
+    """``torch.no_grad()``, in less time, for what is done at every step. Not reentrant, and not for a function."""
+
+    __slots__ = ("_was_enabled",)
+
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._was_enabled)
+
+
 is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
     """Ops inside are not seen by any dispatch mode."""
-    if not has_dispatch_mode() and not _num_modes_before_dispatch():  # entering torch's context takes some 5 us
-        return _NOTHING
-    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return context
+    # Torch sets a key while there are modes that see ops before autograd does, as in torch.export.
+    if torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH):
+        return _disable_current_modes()  # takes some 5 us
+    return _NOTHING
 
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_num_modes_before_dispatch: Any = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+_BEFORE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
 
 
 def has_dispatch_mode() -> bool:

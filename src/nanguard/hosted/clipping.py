@@ -36,6 +36,11 @@ class ProgramClipping:
         self._divisors: list[Tensor | None] = []
         self._first: tuple[KnownNorms, Callable[[], None]] | None = None
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether there was any."""
+        return self._first is not None or bool(self._divisors)
+
     def note_norms(self, known: KnownNorms, divide: Callable[[], None]) -> bool:
         """The program has clipped gradients for the first time in this step; ``divide`` notes it as a divisor."""
         is_first = self._first is None and not self._divisors
@@ -86,11 +91,11 @@ def clip_to_norm(hosted_steps: Sequence[HostedStep], params: Any, max_norm: Any)
 
     Returns the norm of all; None, and does nothing, if gradients are not all of one ordinary kind.
     """
-    grads = [param.grad for param in _listed(params) if param.grad is not None]
-    is_ordinary = hosted_steps and isinstance(max_norm, (int, float)) and {type(grad) for grad in grads} == {Tensor}
+    grads = [grad for param in _listed(params) if (grad := param.grad) is not None]
+    is_ordinary = hosted_steps and isinstance(max_norm, (int, float)) and set(map(type, grads)) == {Tensor}
     if not is_ordinary or not are_alike(grads) or grads[0].dtype is not torch.float32:
         return None
-    with _compat_modes.unwatched(), torch.no_grad():
+    with _compat_modes.unwatched(), _compat_modes.NoGrad():
         norms, total = _compat.clip_grad_norm(grads, float(max_norm))
     known = KnownNorms(grads, norms)
     for hosted in hosted_steps:

@@ -9,6 +9,7 @@ numbers are summed in fp32 first, and in float64 where that was too narrow.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -31,8 +32,13 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether one kernel can take them all: strided, real, of one dtype below float64, and of one device."""
     if not tensors:
         return True
-    dtypes, layouts, devices = {t.dtype for t in tensors}, {t.layout for t in tensors}, {t.device for t in tensors}
-    return len(dtypes) == len(devices) == 1 and dtypes <= _LOW and layouts == {torch.strided}
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if dtype not in _LOW:
+        return False
+    for each in tensors:
+        if each.dtype is not dtype or each.layout is not torch.strided or each.device != device:
+            return False
+    return True
 
 
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
@@ -72,26 +78,40 @@ class NormWriter:
 
     def write_(self, out: Tensor, tensors: list[Tensor]) -> None:
         """``tensors`` are alike; ``out`` is float64, on their device, and has an element for each."""
-        sizes = [t.numel() for t in tensors]
-        if sizes != self._sizes and not self._sort(sizes, out.device):
+        if not self._sort(tensors):
             torch.stack(list(_norms(tensors, 2.0)), out=out)
-            return
-        if not self._small:
-            torch.stack(list(_norms(tensors, 2.0)), out=out)
-            return
-        joined = _compat.flatten([tensors[place] for place in self._small] if self._large else tensors).double()
-        sums = torch.segment_reduce(joined.square_(), "sum", lengths=self._lengths, unsafe=True)
-        if not self._large:
-            torch.sqrt(sums, out=out)
-            return
-        out.index_copy_(0, self._small_at, sums.sqrt_())
-        large = _norms([tensors[place] for place in self._large], 2.0)
-        out.index_copy_(0, self._large_at, torch.stack(list(large)))
+        elif not self._large:
+            torch.sqrt(self._sums(tensors), out=out)
+        else:
+            out.index_copy_(0, self._small_at, self._sums([tensors[place] for place in self._small]).sqrt_())
+            large = _norms([tensors[place] for place in self._large], 2.0)
+            out.index_copy_(0, self._large_at, torch.stack(list(large)))
 
-    def _sort(self, sizes: list[int], device: torch.device) -> bool:
-        """Notes which are small. False while a CUDA graph is captured, which cannot take numbers from the host."""
+    def read(self, tensors: list[Tensor]) -> list[float]:
+        """What ``write_`` would write, to the last bit, on the host. For a CPU, where each call takes its time."""
+        if not tensors:
+            return []
+        if self._sort(tensors) and not self._large:
+            norms = self._sums(tensors).sqrt_()  # not math.sqrt: torch's may round otherwise
+        else:
+            norms = torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device)
+            self.write_(norms, tensors)
+        read: list[float] = norms.tolist()
+        return read
+
+    def _sums(self, small: list[Tensor]) -> Tensor:
+        """The sum of the squares of each."""
+        squares = _compat.flatten(small).double().square_()
+        return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
+
+    def _sort(self, tensors: list[Tensor]) -> bool:
+        """Whether some are small. Not while a CUDA graph is captured, which cannot take numbers from the host."""
+        sizes = [t.numel() for t in tensors]
+        if sizes == self._sizes:
+            return bool(self._small)
         if _compat.is_capturing():
             return False
+        device = tensors[0].device
         limit = _SMALL.get(device.type, 0)
         self._small = [place for place, size in enumerate(sizes) if size <= limit]
         if len(self._small) < _WORTH_IT:
@@ -101,7 +121,7 @@ class NormWriter:
         self._small_at = torch.tensor(self._small, dtype=torch.int64, device=device)
         self._large_at = torch.tensor(self._large, dtype=torch.int64, device=device)
         self._sizes = sizes
-        return True
+        return bool(self._small)
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:
@@ -131,6 +151,7 @@ def torch_norm(tensors: Sequence[Tensor]) -> Tensor | None:
     return _compat.torch_total_norm(tensors)
 
 
+@functools.cache
 def ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
     """Between which norms squares in ``dtype`` neither overflow nor underflow."""
     limits = torch.finfo(dtype)
@@ -152,9 +173,9 @@ def _norms(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
 def _norms_on_cpu(tensors: list[Tensor]) -> Sequence[Tensor]:
     """In fp32, which a CPU sums some twenty times as fast, and in float64 where its squares may have left it."""
     low, high = ordinary_range(torch.float32)
-    quick = _compat.foreach_norm_as_is(tensors)
-    norms = [norm.double() for norm in quick]
-    doubtful = [place for place, norm in enumerate(torch.stack(norms).tolist()) if not low < norm < high]
+    quick = torch.stack(list(_compat.foreach_norm_as_is(tensors))).double()
+    norms = list(quick.unbind())
+    doubtful = [place for place, norm in enumerate(quick.tolist()) if not low < norm < high]
     exact = _compat.foreach_norm([tensors[place] for place in doubtful], 2.0) if doubtful else ()
     for place, norm in zip(doubtful, exact, strict=True):
         norms[place] = norm

@@ -135,6 +135,10 @@ class Action:
         return self.response in ("lower_lr", "raise_precision", "roll_back", "act")
 
 
+APPLY = Action(response="apply")
+"""The answer to a healthy step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What became of a step. ``rerun`` and ``lost`` count the steps that were in flight behind a bad one.

@@ -214,7 +214,7 @@ class Recovery:
 
     def ease(self, step: int, settle: Callable[[], None]) -> None:
         """Takes back mitigations that have been in force without trouble for long enough, with nothing in flight."""
-        if not self.mitigations.are_due(step, self.last_trouble):
+        if not self.mitigations.active or not self.mitigations.are_due(step, self.last_trouble):
             return
         settle()
         for what in self.mitigations.ease(step, self.last_trouble):

@@ -67,8 +67,12 @@ class Clipper:
         """Whether all parameters share one norm."""
         return self._how == "global"
 
-    @torch.no_grad()
     def clip_(self, groups: Sequence[Group], norms: Tensor) -> None:
+        if self.needs_norms or isinstance(self._how, AGC):
+            self._clip_(groups, norms)
+
+    @torch.no_grad()
+    def _clip_(self, groups: Sequence[Group], norms: Tensor) -> None:
         if isinstance(self._how, AGC):
             for group in groups:
                 clip_units_(sharding.local([*group.params]), group.grads, self._how)

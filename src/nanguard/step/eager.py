@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanguard.records.steps import Action, Means, Outcome, Verdict
+from nanguard.records.steps import APPLY, Action, Means, Outcome, Verdict
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
@@ -59,8 +58,8 @@ class Eager:
         groups = parts.gather(pending)
         reply = pending.measured or self._ask(pending, groups)
         verdict = parts.judge(parts.read(pending, reply))
-        action = Action(response="apply")
-        if parts.drops_gradients and pending.measured is None and verdict.kind == "nonfinite":
+        action = APPLY
+        if verdict.kind == "nonfinite" and pending.measured is None and parts.drops_gradients:
             could = replace(verdict, means=Means(can_drop_gradients=True))
             action = parts.policy.decide(parts.journal.history, could)
         if action.response == "drop_gradients":
@@ -78,9 +77,7 @@ class Eager:
         parts = self._parts
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
-        with parts.looking_at_update() if parts.is_careful else contextlib.nullcontext() as spoiled:
-            parts.skippable.step()
-        if spoiled:
+        if self._step_is_spoiled():
             reading = replace(verdict.reading, found=("update",))
             self._refuse(pending, replace(verdict, kind="nonfinite", reading=reading))
             return
@@ -92,6 +89,15 @@ class Eager:
         parts.skippable.end_step()
         self._unwatched.append((pending, verdict))
         parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
+
+    def _step_is_spoiled(self) -> bool:
+        """Steps. True if the update was looked at, and taken back."""
+        if not self._parts.is_careful:
+            self._parts.skippable.step()
+            return False
+        with self._parts.looking_at_update() as spoiled:
+            self._parts.skippable.step()
+        return bool(spoiled)
 
     def _refuse(self, pending: PendingStep, verdict: Verdict) -> None:
         parts = self._parts

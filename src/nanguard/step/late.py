@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.errors import ProtocolError
-from nanguard.records.steps import Action, Outcome, Verdict
+from nanguard.records.steps import APPLY, Action, Outcome, Verdict
 from nanguard.state.readback import AsyncReadback
 from nanguard.state.undo import Undo
 from nanguard.step.measurement import MeasuredValues
@@ -176,7 +176,7 @@ class Late:
         parts, pending = self._parts, self._in_flight.popleft()
         verdict = self._judge(pending)
         if verdict.kind == "healthy":
-            parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
+            parts.journal.record(Outcome(verdict=verdict, action=APPLY, applied=True))
             answer = self._recovery.watch(pending, verdict)
             if answer is not None:
                 if answer.went_back:

@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from nanguard._compat_modes import NoGrad
 from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import NormWriter, are_alike, combine_, tensor_norms
 from nanguard.state import sharding
@@ -28,11 +29,11 @@ class Group:
 
     __slots__ = ("alike", "grads", "params")
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        both = [(p, grad) for p in params if (grad := p.grad) is not None]
-        self.params = [p for p, _ in both]
-        self.grads = sharding.local([grad for _, grad in both])
-        self.alike = are_alike(self.grads)
+    def __init__(self, params: list[nn.Parameter], *, known_alike: bool) -> None:
+        grads = [p.grad for p in params]
+        self.params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        self.grads = sharding.local([grad for grad in grads if grad is not None])
+        self.alike = known_alike or are_alike(self.grads)
         if not self.alike:
             self._resolve()
 
@@ -45,6 +46,8 @@ class Group:
 
 def _are_all_alike(groups: Sequence[Group]) -> bool:
     """Whether one kernel can take the gradients of all groups."""
+    if len(groups) == 1:
+        return groups[0].alike
     return are_alike([group.grads[0] for group in groups if group.grads]) and all(group.alike for group in groups)
 
 
@@ -59,14 +62,17 @@ class ParamGroups:
     def look_again(self, model: nn.Module) -> None:
         self._order = {id(p): place for place, p in enumerate(model.parameters())}
 
-    def current(self) -> list[Group]:
-        """The groups as they are now: parameters may be frozen, unused or added during training."""
+    def current(self, *, known_alike: bool = False) -> list[Group]:
+        """The groups as they are now: parameters may be frozen, unused or added during training.
+
+        ``known_alike`` says that all gradients are known to be alike.
+        """
         groups: Iterable[list[nn.Parameter]] = self._skippable.groups()
         if self._together:
             # torch sums in the order of model.parameters(), and rounding depends on the order.
             last = len(self._order)
             groups = [sorted(chain.from_iterable(groups), key=lambda p: self._order.get(id(p), last))]
-        return [Group(params) for params in groups]
+        return [Group(params, known_alike=known_alike) for params in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,6 @@ class Measurement:
         self.layout = EMPTY_LAYOUT
         self._views = _Views(EMPTY_LAYOUT.sizes, device)
 
-    @torch.no_grad()
     def fill_(
         self,
         *,
@@ -145,31 +150,34 @@ class Measurement:
         members = [len(group.params) for group in groups]
         self.layout = MeasurementLayout(self._ranks.votes, len(flags), members, names, params)
         sizes = self.layout.sizes
-        if sizes != self._views.sizes:
-            self._views = _Views(sizes, self._device)
-        views = self._views
-        views.loss.copy_(loss)
-        if scale is not None:
-            views.scale.copy_(scale)
-        if flags:
-            views.flags.copy_(torch.stack(list(flags)))
-        if peaks:
-            views.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
-            sharding.global_max_(views.buffers)
-        alike = _are_all_alike(groups)
-        grads = [g for group in groups for g in group.grads]
-        if known is not None and len(known) == len(grads):
-            views.gradients.copy_(known)
-        elif grads and alike and grads[0].device == self._device:
-            self._norms.write_(views.gradients, grads)
-        elif grads:
-            torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=views.gradients)
-        if grads:
-            sharding.global_sum_(views.gradients, power=2)
-        if sums_groups:
-            combine_(views.norms, views.each_norm, views.groups, alike=alike)
+        with NoGrad():
+            if sizes != self._views.sizes:
+                self._views = _Views(sizes, self._device)
+            views = self._views
+            views.loss.copy_(loss)
+            if scale is not None:
+                views.scale.copy_(scale)
+            if flags:
+                views.flags.copy_(torch.stack(list(flags)))
+            if peaks:
+                views.buffers.copy_(torch.cat([p.to(self._device) for p in peaks]))
+                sharding.global_max_(views.buffers)
+            if known is not None and len(known) == len(params):
+                views.gradients.copy_(known)
+            elif params:
+                self._write_norms_(views.gradients, groups)
+            if params:
+                sharding.global_sum_(views.gradients, power=2)
+            if sums_groups:
+                combine_(views.norms, views.each_norm, views.groups, alike=_are_all_alike(groups))
 
-    @torch.no_grad()
+    def _write_norms_(self, out: Tensor, groups: Sequence[Group]) -> None:
+        grads = [g for group in groups for g in group.grads]
+        if _are_all_alike(groups) and grads[0].device == self._device:
+            self._norms.write_(out, grads)
+        else:
+            torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=out)
+
     def ask(self, loss: Tensor, groups: Sequence[Group], known: Tensor | None) -> MeasuredValues | None:
         """The loss and the norms of all gradients, in few calls; None if something is non-finite, or may be.
 
@@ -180,15 +188,13 @@ class Measurement:
         is_elsewhere = bool(grads) and grads[0].device != self._device
         if not math.isfinite(value) or is_elsewhere or not _are_all_alike(groups):
             return None
-        norms = known
-        if norms is None or len(norms) != len(grads):
-            norms = torch.zeros(len(grads), dtype=torch.float64, device=self._device)
-            if grads:
-                self._norms.write_(norms, grads)
+        with NoGrad():
+            norms = self._norms.read(grads) if known is None or len(known) != len(grads) else known.tolist()
+        if not all(map(math.isfinite, norms)):
+            return None
         params = tuple(chain.from_iterable(group.params for group in groups))
         layout = MeasurementLayout(0, 0, [len(group.params) for group in groups], (), params)
-        measured = MeasuredValues(layout, [0.0, value, *norms.tolist()])
-        return measured if measured.is_finite else None
+        return MeasuredValues(layout, [0.0, value, *norms])
 
     @property
     def filled(self) -> Tensor:
@@ -253,6 +259,8 @@ class MeasuredValues:
     @property
     def dropped(self) -> tuple[int, ...]:
         """Positions of the micro-batches that were left out."""
+        if not self.layout.flags:
+            return ()
         start = 1 + self.layout.votes
         return tuple(i for i, flag in enumerate(self.values[start : start + self.layout.flags]) if flag)
 

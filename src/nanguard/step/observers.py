@@ -76,7 +76,7 @@ class Observers:
     @property
     def wants_measurement(self) -> bool:
         """Whether any of them wants to be called with the measurement of the open step."""
-        return any(getattr(each, "wants_measurement", True) for each in self._measuring)
+        return bool(self._measuring) and any(getattr(each, "wants_measurement", True) for each in self._measuring)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each observer that has one, in order."""

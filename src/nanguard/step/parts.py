@@ -223,13 +223,14 @@ class StepParts:
 
     def gather(self, pending: PendingStep) -> list[Group]:
         """The gradients of a step, unscaled, and the mean over its micro-batches."""
-        groups = self.param_groups.current()
-        grads = [g for group in groups for g in group.grads]
-        if self.precision.scaler is not None and grads:
-            self.precision.scaler.unscale_(grads)
-        correction = pending.correction()
-        if correction is not None and grads:
-            scale_(grads, correction)
+        groups = self.param_groups.current(known_alike=pending.known_norms is not None)
+        scaler, correction = self.precision.scaler, pending.correction()
+        if scaler is not None or correction is not None:
+            grads = [g for group in groups for g in group.grads]
+            if scaler is not None and grads:
+                scaler.unscale_(grads)
+            if correction is not None and grads:
+                scale_(grads, correction)
         return groups
 
     def ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues | None:
@@ -261,33 +262,34 @@ class StepParts:
 
     def read(self, pending: PendingStep, reply: MeasuredValues) -> Reading:
         """A board as the host got it, in words."""
+        loss, votes = reply.loss, reply.votes
         reading = Reading(
             step=pending.step,
             epoch=pending.epoch,
             batch=pending.batch,
-            loss=reply.loss if pending.knows_loss else math.nan,
-            mean_loss=self.ranks.mean_loss(reply.votes) if reply.votes else reply.loss,
+            loss=loss if pending.knows_loss else math.nan,
+            mean_loss=self.ranks.mean_loss(votes) if votes else loss,
             norms=self._norms(pending, reply),
             lrs=pending.lrs,
             scale=None if self.precision.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
         )
-        if reply.is_finite and self.ranks.all_clear(reply.votes):
+        if reply.is_finite and (not votes or self.ranks.all_clear(votes)):
             return reading
         gradients, buffers = tuple(self.state.name_of(p) for p in reply.bad_params), reply.bad_buffers
         if self.ranks.is_mixed and not gradients:  # the other ranks apply this step, so skipping it would part us
             return reading
         seen: dict[Found, bool] = {
-            "loss": not math.isfinite(reply.loss),
+            "loss": not math.isfinite(loss),
             "gradients": bool(gradients),
             "buffers": bool(buffers),
         }
         return replace(
             reading,
-            found=self.ranks.found(reply.votes) if reply.votes else tuple(name for name in seen if seen[name]),
+            found=self.ranks.found(votes) if votes else tuple(name for name in seen if seen[name]),
             gradients=gradients,
             buffers=buffers,
-            ranks=self.ranks.culprits(reply.votes),
+            ranks=self.ranks.culprits(votes),
         )
 
     def _norms(self, pending: PendingStep, reply: MeasuredValues) -> tuple[float, ...]:

@@ -302,8 +302,8 @@ def _check(saved: Mapping[str, Tensor] | Copies, live: Mapping[str, Tensor]) -> 
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    kinds = [(type(t), t.layout, t.shape, t.dtype, t.device) for t in (a, b)]
-    return kinds[0] == kinds[1] and a.layout is torch.strided
+    is_plain = a.layout is torch.strided and b.layout is torch.strided
+    return is_plain and type(a) is type(b) and a.dtype is b.dtype and a.shape == b.shape and a.device == b.device
 
 
 def _pinned(nbytes: int) -> Tensor:
