@@ -510,10 +510,12 @@ def test_compiled_code_is_neither_broken_up_nor_compiled_again(device: str) -> N
         return {"breaks": breaks, **frames, "unique": counters["stats"]["unique_graphs"]}
 
     plain = train()
+    before = torch._dynamo.eval_frame._maybe_set_eval_frame
     with nanguard.install(sync="late" if device == "cpu" else "auto"):
         guarded = train()
     assert guarded == plain
     assert plain["breaks"] == 0
+    assert torch._dynamo.eval_frame._maybe_set_eval_frame is before, "nothing of ours is left in torch"
 
 
 SHOWS_RESULT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

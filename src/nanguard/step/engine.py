@@ -115,7 +115,8 @@ class StepEngine:
 
     def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
         """Begins a step: processes the readings that are due, then notes what the step may change."""
-        self._taper.forget()
+        if self._taper.tape is not None:
+            self._taper.forget()
         if not self.parts.is_capturing:
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
@@ -196,7 +197,8 @@ class StepEngine:
 
     def finish(self, pending: PendingStep) -> None:
         self.parts.end()
-        self._taper.forget()
+        if self._taper.tape is not None:
+            self._taper.forget()
         pending.last_batch = self._position
         pending.fetched = self.data.take_fetched() or pending.fetched
         if self.late is not None and self.parts.is_capturing:

@@ -1,11 +1,15 @@
-"""Calls of autograd Functions: torch does not tell its modes of them."""
+"""Calls of autograd Functions and of compiled code: torch does not tell its modes of them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 from torch.autograd import Function
+
+from nanguard import _compat_modes
 
 
 class FunctionTape(Protocol):
@@ -18,35 +22,64 @@ class FunctionTape(Protocol):
         """Makes the call and notes it."""
 
 
-class FunctionCalls:
-    """Between ``begin`` and ``end`` the tape is told of every call of ``Function.apply``."""
+class _Listening(ABC):
+    """Between ``begin`` and ``end``, or until ``end_for_good``, whatever ends in between: if it ``stays``."""
+
+    stays = False
+
+    @abstractmethod
+    def begin(self) -> bool: ...
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    def begin_for_good(self) -> None:
+        self.begin()
+        self.stays = True
+
+    def end_for_good(self) -> None:
+        self.stays = False
+        self.end()
+
+
+class FunctionCalls(_Listening):
+    """The tape is told of every call of ``Function.apply``.
+
+    In ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when the tape
+    begins. Only methods that are looked up while it listens are seen, so it is best to listen for good.
+    """
 
     def __init__(self, tape: FunctionTape) -> None:
         self._tape = tape
         self._original: Any = None
-        self._stays = False
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         if self._original is None:
             self._original = vars(Function)["apply"]
             Function.apply = classmethod(_applying(self._tape, self._original))  # type: ignore[assignment, method-assign]
+        return True
 
     def end(self) -> None:
-        if self._original is not None and not self._stays:
+        if self._original is not None and not self.stays:
             Function.apply, self._original = self._original, None  # type: ignore[method-assign]
 
-    def begin_for_good(self) -> None:
-        """Until ``end_for_good``, whatever ends in between.
 
-        In ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when the tape
-        begins. Otherwise only methods that are looked up while it is on are seen.
-        """
-        self.begin()
-        self._stays = True
+class CompiledCalls(_Listening):
+    """``entered`` and ``left`` are called with torch's frame, before compiled code is looked up or run, and after."""
 
-    def end_for_good(self) -> None:
-        self._stays = False
-        self.end()
+    def __init__(self, entered: Callable[[FrameType], None], left: Callable[[FrameType], None]) -> None:
+        self._entered, self._left = entered, left
+        self._undo: Any = None
+
+    def begin(self) -> bool:
+        """False if this torch cannot tell."""
+        self._undo = self._undo or _compat_modes.on_compiled_calls(self._entered, self._left)
+        return self._undo is not False
+
+    def end(self) -> None:
+        if self._undo and not self.stays:
+            self._undo()
+            self._undo = None
 
 
 def _applying(tape: FunctionTape, original: Any) -> Callable[..., Any]:

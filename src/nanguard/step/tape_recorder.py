@@ -29,7 +29,7 @@ from nanguard.step.tape import (
     is_readable,
     sets_data_of_trained,
 )
-from nanguard.step.tape_functions import FunctionCalls
+from nanguard.step.tape_functions import CompiledCalls, FunctionCalls
 from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
 
 _MOST_ROWS = 4096
@@ -68,8 +68,7 @@ class TapeRecorder(TorchFunctionMode):
         self._is_on = self._is_inside = self._is_begun = False
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
         self._compiled: tuple[int, Any] | None = None
-        self._undo_compiled: Any = None
-        self.functions = FunctionCalls(self)
+        self.functions, self.compiled = FunctionCalls(self), CompiledCalls(self._enter_compiled, self._leave_compiled)
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -84,8 +83,7 @@ class TapeRecorder(TorchFunctionMode):
             return
         if TapeRecorder._active is not None:
             TapeRecorder._active.stop()
-        self._undo_compiled = _compat_modes.on_compiled_calls(self._enter_compiled, self._leave_compiled)
-        if self._undo_compiled is False:  # compiled code would depend on whether we are on
+        if not self.compiled.begin():  # compiled code would depend on whether we are on
             return
         self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
         self._enter()
@@ -101,9 +99,8 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_begun or self._is_inside or self._thread != threading.get_ident():
             return
         self._leave()
-        if self._undo_compiled is not None:
-            self._undo_compiled()
-        self._undo_compiled = self._compiled = None
+        self.compiled.end()
+        self._compiled = None
         self._is_begun, TapeRecorder._active = False, None
 
     def forget(self) -> None:
@@ -126,13 +123,15 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_on:
             self._is_on = True
             _compat_modes.enter_function_mode(self)
-            self.functions.begin()
+            if not self.functions.stays:
+                self.functions.begin()
 
     def _leave(self) -> None:
         if self._is_on:
             self._is_on = False
             _compat_modes.leave_function_mode(self)
-            self.functions.end()
+            if not self.functions.stays:
+                self.functions.end()
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -235,8 +234,8 @@ class TapeRecorder(TorchFunctionMode):
                 mark = self._marks.get(id(tensor))
                 if mark is not None and mark[0]() is tensor:
                     self.tape.trained[mark[1].number, mark[1].place] = tensor
-            roots = tuple(self._token(loss) for loss in losses)
-            given = tuple(None if gradient is None else self._token(gradient) for gradient in gradients)
+            roots = tuple(map(self._token, losses))
+            given = tuple([None if gradient is None else self._token(gradient) for gradient in gradients])
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
 
     def held(self) -> Iterator[tuple[Made, Tensor]]:
