@@ -509,7 +509,7 @@ def test_the_host_is_asked_at_each_step_only_if_several_optimizers_step() -> Non
                 F.cross_entropy(model(x), y).backward()
                 optimizers[-1].step()
                 optimizers[-1].zero_grad()
-            assert [hosted.sync for hosted in autopilot._monitor.hosted_steps] == expected
+            assert [hosted.sync for hosted in autopilot._monitor.registry.hosted_steps] == expected
 
 
 def test_a_program_that_sees_a_bad_loss_itself_is_not_punished_for_it() -> None:
@@ -788,7 +788,7 @@ def test_names_are_read_in_the_line_that_makes_the_optimizer(way: str) -> None:
         opt = getattr(coders, way)()
         (coders.decoder(coders.encoder(torch.full((2, 6), NAN))) * coders.scale).sum().backward()
         opt.step()
-        (hosted,) = autopilot._monitor.hosted_steps
+        (hosted,) = autopilot._monitor.registry.hosted_steps
     (incident,) = autopilot.incidents
     prefix = "net." if way == "parts" else ""
     expected = {f"{prefix}encoder.weight", f"{prefix}decoder.weight", "scale"}

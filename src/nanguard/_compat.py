@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx._symbolic_trace as _symbolic_trace
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -199,6 +200,8 @@ def recorders() -> list[tuple[Any, str]]:
 
 _KINDS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _RECORDING_MODES = () if _KINDS is None else (_KINDS.FAKE, _KINDS.PROXY, _KINDS.FUNCTIONAL)
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
 
 
 def is_recording() -> bool:
@@ -207,18 +210,15 @@ def is_recording() -> bool:
     True inside ``torch.compile``, ``torch.jit.trace`` (also for ``SummaryWriter.add_graph`` and ONNX),
     ``torch.export``, ``make_fx``, ``torch.fx.symbolic_trace``, and with fake tensors. Does not sync.
     """
-    if torch.compiler.is_compiling():  # first: under torch.compile the rest is not even traced
+    if _is_compiling():  # first: under torch.compile the rest is not even traced
         return True
-    if torch._C._is_tracing():
+    if _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
         return True
-    symbolic = sys.modules.get("torch.fx._symbolic_trace")
-    if getattr(symbolic, "_is_fx_tracing_flag", False):
-        return True
-    mode_of = torch._C._get_dispatch_mode
+    mode_of: Any = torch._C._get_dispatch_mode
     if torch._C._len_torch_dispatch_stack() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
         return True
-    before_dispatch: Any = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
-    return before_dispatch is not None and before_dispatch(_KINDS.PROXY) is not None
+    mode_of = torch._ops._get_dispatch_mode_pre_dispatch  # torch sets a key while there is any
+    return torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH) and mode_of(_KINDS.PROXY) is not None
 
 
 def is_exporting() -> bool:
@@ -302,7 +302,8 @@ def is_view(op: Any) -> bool:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured. Never initializes CUDA."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    cuda: Any = torch.cuda
+    return bool(cuda._initialized and cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def schema_arguments(op: Any) -> Any:
@@ -347,8 +348,10 @@ LAST_RATES = "_last_lr"
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper of ``torch.compile``; None if this is no such wrapper."""
-    inner = getattr(module, COMPILED, None)
-    return inner if isinstance(inner, nn.Module) else None
+    children = children_of(module)
+    if COMPILED not in children:  # those of a scripted module have no get()
+        return None
+    return children[COMPILED]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -56,7 +56,7 @@ class Frameworks:
         for module in fabric_clipping.MODULES:
             patch = functools.partial(fabric_clipping.clip_without_errors, module, self._save)
             self._waits.append(WhenImported(module, patch))
-        self._waits += TimmLoops(lambda: monitor.hosted_steps, self._save).waits()
+        self._waits += TimmLoops(lambda: monitor.registry.hosted_steps, self._save).waits()
         if settings.trace or settings.max_norm is not None or settings.keep_fp32:
             return  # only the patches of torch can do that
         for row in ROWS:

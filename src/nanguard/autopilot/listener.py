@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from nanguard import _compat
-from nanguard.state.names import unwrapped
 from nanguard.step.calls import CallRecorder
 
 
@@ -95,7 +94,7 @@ class CallListener:
             self._called.add(id(module))
         call = self._recorder.enter(module, args, kwargs)
         if call is not None:
-            call.module = unwrapped(module)
+            call.called = module
         try:
             output = original(module, *args, **kwargs)
         except BaseException:

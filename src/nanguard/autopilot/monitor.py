@@ -42,13 +42,13 @@ class ProgramMonitor:
 
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(settings)
-        self._coordinator = StepCoordinator(lambda: self.hosted_steps)
+        self._coordinator = StepCoordinator(lambda: self.registry.hosted_steps)
         self._manual: ManualUpdate | None = None
         self._is_closed = False
         self._num_forwards = 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
-        self._busy, self._backward = Busy(self.taper), Nesting()
+        self._busy, self.backward_pass = Busy(self.taper), Nesting()
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone, settings)
@@ -63,7 +63,12 @@ class ProgramMonitor:
     @property
     def is_nested(self) -> bool:
         """Whether a backward pass is under way. What checkpointing does inside it is not a pass of the program."""
-        return self._backward.depth > 0
+        return self.backward_pass.depth > 0
+
+    @property
+    def is_aside(self) -> bool:
+        """Either of these: nothing is recorded now."""
+        return bool(self._busy.depth or self.backward_pass.depth) or self._is_closed or _compat.is_capturing()
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -75,14 +80,14 @@ class ProgramMonitor:
                 yield
         finally:
             if was_tracing:
-                self._tracer.start(self.hosted_steps)
+                self._tracer.start(self.registry.hosted_steps)
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
         with self._at_work("a new optimizer could not be examined"):
             roots = self.registry.expect(optimizer)
             self._listener.listen(roots)
-            if not (roots or self.hosted_steps):  # bare tensors: there is no call of a module to begin at
+            if not (roots or self.registry.hosted_steps):  # bare tensors: there is no call of a module to begin at
                 self.taper.follow(self._coordinator, is_alone=True)
 
     def guard_new_optimizers(self) -> None:
@@ -104,15 +109,15 @@ class ProgramMonitor:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
         self.registry.used.add(root)
         self.guard_new_optimizers()
-        if self.is_idle or self.is_nested:
+        if self.is_aside:
             return
-        is_training = self._open_calls() is not None
+        is_training = torch.is_grad_enabled()
         if is_training:
             self._num_forwards += 1
             self._tracer.resume()
         with self._at_work("what a step may change could not be noted"):
-            for hosted in self.hosted_steps:
-                if not any(id(each) == root for each in hosted.roots):
+            for hosted in self.registry.hosted_steps:
+                if root not in hosted.root_identities:
                     continue
                 if is_training:
                     self._coordinator.before_forward(hosted)
@@ -129,7 +134,7 @@ class ProgramMonitor:
         if hosted is not None:
             self._listener.listen(hosted.roots)
             self._recorder.device = self.taper.device = hosted.parts.state.device.type
-            self._tracer.start(self.hosted_steps)
+            self._tracer.start(self.registry.hosted_steps)
 
     def after_forward(self, tensors: Any, gradients: Any = None) -> None:
         """The program is about to compute gradients of these; ``gradients`` are those that it begins with."""
@@ -137,21 +142,17 @@ class ProgramMonitor:
         self.guard_new_optimizers()
         self._tracer.resume()
         with self._at_work("a loss could not be noted"), _compat_modes.unwatched():
-            losses = losses_in(tensors)
+            losses, is_manual = losses_in(tensors), self._has_no_optimizer
             self._coordinator.after_forward(losses)
-            leaves = leaves_of(losses) if self._has_no_optimizer else []
+            leaves = leaves_of(losses) if is_manual else []
             self.taper.note_backward(tensors, gradients, leaves)
-            if self._has_no_optimizer and losses:
+            if is_manual and losses:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves)
 
-    def in_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the pass itself."""
-        return self._backward
-
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
-        losses = losses_in(tensors)
+        losses = [] if self._tracer.live is None and self._manual is None else losses_in(tensors)
         if losses:
             self._examine_trace(losses[-1])
         if self._manual is not None and not self._with_optimizer and losses:
@@ -281,7 +282,7 @@ class ProgramMonitor:
         result = self._coordinator.step(hosted, call)
         if not self._iteration.calls:
             self._listener.listen_closer()
-        if len(self.hosted_steps) == 1:
+        elif len(self.registry.hosted_steps) == 1:
             self._iteration.calls.clear()  # no other optimizer needs them, and they hold a batch
         return result
 
@@ -318,10 +319,6 @@ class ProgramMonitor:
         self._after_step()
 
     @property
-    def hosted_steps(self) -> list[HostedStep]:
-        return self.registry.hosted_steps
-
-    @property
     def _iteration(self) -> Iteration:
         return self._coordinator.iteration
 
@@ -333,29 +330,32 @@ class ProgramMonitor:
     @property
     def _with_optimizer(self) -> list[HostedStep]:
         """The hosted steps of optimizers that the program has made."""
-        return [hosted for hosted in self.hosted_steps if self._manual is None or hosted is not self._manual.hosted]
+        manual = None if self._manual is None else self._manual.hosted
+        return [hosted for hosted in self.registry.hosted_steps if hosted is not manual]
 
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
     def _open_calls(self) -> list[Call] | None:
-        if self.is_idle or self.is_nested or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.is_aside:
             return None
         self._coordinator.begin_iteration()
-        return self._iteration.calls
+        return self._coordinator.iteration.calls
 
     def _random_states(self) -> RngState | None:
-        hosted = self.hosted_steps  # while a graph is captured they cannot be read
+        hosted = self.registry.hosted_steps  # while a graph is captured they cannot be read
         return None if _compat.is_capturing() else hosted[0].random_states() if hosted else states_now()
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""
-        has_optimizer = self.hosted_steps or self.registry.has_new_optimizers
-        if has_optimizer and not self.is_idle and not self.is_nested and self._tracer.live is None:
-            self.taper.follow(self._coordinator, is_alone=len(self.hosted_steps) == 1)
+        hosted_steps = self.registry.hosted_steps
+        has_optimizer = hosted_steps or self.registry.has_new_optimizers
+        if has_optimizer and self._tracer.live is None and not self.is_aside:
+            self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
 
     def _after_step(self) -> None:
-        self._tracer.start(self.hosted_steps)
-        if self.taper.end_step(self._coordinator, is_alone=len(self.hosted_steps) == 1):
+        hosted_steps = self.registry.hosted_steps
+        self._tracer.start(hosted_steps)
+        if self.taper.end_step(self._coordinator, is_alone=len(hosted_steps) == 1):
             self.begin_taping()
 
     # ---- the end -------------------------------------------------------------------------------------------------

@@ -58,9 +58,11 @@ class Patches:
             self._saved.append((nn.utils, name, getattr(nn.utils, name)))
             setattr(nn.utils, name, getattr(clip_grad, name))
         monitor.taper.functions.begin_for_good()
+        monitor.taper.compiled.begin_for_good()
 
     def remove(self) -> None:
         self._monitor.taper.functions.end_for_good()
+        self._monitor.taper.compiled.end_for_good()
         while self._saved:
             owner, name, original = self._saved.pop()
             setattr(owner, name, original)
@@ -141,12 +143,12 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if _compat.is_recording() or monitor.is_idle or monitor.is_nested:
+            if _compat.is_recording() or monitor.is_aside:
                 monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return
             monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
-            with monitor.in_backward():
+            with monitor.backward_pass:
                 original(tensors, *args, **kwargs)
             monitor.after_backward(tensors)
 
@@ -158,7 +160,7 @@ class Patches:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             # With create_graph (the third argument after them) the gradients are part of a loss, not of an update.
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
-            if _compat.is_recording() or monitor.is_idle or monitor.is_nested or is_part:
+            if _compat.is_recording() or monitor.is_aside or is_part:
                 return original(outputs, inputs, *args, **kwargs)
             monitor.before_grad(outputs, inputs)
             grads = original(outputs, inputs, *args, **kwargs)
@@ -179,7 +181,7 @@ class Patches:
                 original(*args, **kwargs)
             finally:
                 monitor.taper.go_on(was_taping)
-            if not monitor.hosted_steps:  # the first step: in others a batch, or the end of the one before, tells
+            if not monitor.registry.hosted_steps:  # the first step: later a batch, or the end of a step, tells
                 monitor.begin_taping()
 
         return zero_grad
@@ -247,7 +249,7 @@ class Patches:
             if _compat.is_recording() or monitor.is_idle:
                 return original(parameters, max_norm, *args, **kwargs)
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-            hosted_steps = monitor.hosted_steps
+            hosted_steps = monitor.registry.hosted_steps
             norm = None if args or kwargs else clip_to_norm(hosted_steps, parameters, max_norm)
             if norm is None:
                 norm = original(parameters, max_norm, *args, **kwargs)
@@ -266,7 +268,7 @@ class Patches:
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
             before = total_norm(parameters)
             original(parameters, *args, **kwargs)
-            clipped_by_value(monitor.hosted_steps, parameters, before)
+            clipped_by_value(monitor.registry.hosted_steps, parameters, before)
 
         return clip
 

@@ -74,13 +74,15 @@ class Registry:
 
     @property
     def hosted_steps(self) -> list[HostedStep]:
-        """Of optimizers that still exist."""
-        hosted_steps = [ref() for ref, _ in self._entries]
-        if None in hosted_steps:
+        """Of optimizers that still exist, but for those that loops of frameworks guard."""
+        own = []
+        for ref, _ in self._entries:
+            hosted = ref()
+            if hosted is not None and not is_claimed(hosted.optimizer):
+                own.append(hosted)
+        if len(own) < len(self._entries):
             self._forget(None)
-        there = [hosted for hosted in hosted_steps if hosted is not None]
-        own = [hosted for hosted in there if not is_claimed(hosted.optimizer)]
-        self.has_guard = self.has_guard or len(own) < len(there)
+            self.has_guard = self.has_guard or len(own) < len(self._entries)
         return own
 
     def _forget(self, which: HostedStep | None) -> None:

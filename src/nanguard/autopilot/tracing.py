@@ -39,8 +39,11 @@ class Tracer:
         """Not inside a dispatch mode of the program, which will be left before ours is."""
         if self.live is not None or self._is_nested() or _compat_modes.has_dispatch_mode():
             return
-        self.live = next((hosted.examinations.live for hosted in hosted_steps if hosted.examinations.live.is_on), None)
-        if self.live is None:
+        for hosted in hosted_steps:
+            if hosted.examinations.live.is_on:
+                self.live = hosted.examinations.live
+                break
+        else:
             return
         if not self.live.is_always:
             self._switches = GradSwitches(self)

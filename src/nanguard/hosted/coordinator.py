@@ -89,11 +89,14 @@ class StepCoordinator:
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
         """Before the graph is freed. On a CPU only: elsewhere looking would mean waiting."""
-        if any(loss.device.type != "cpu" for loss in losses):
-            return
-        if not all(math.isfinite(loss.item()) for loss in losses):
-            found = examine_graph(losses, calling_line())
-            self.iteration.graph_finding = found or self.iteration.graph_finding
+        for loss in losses:
+            if loss.device.type != "cpu":
+                return
+        for loss in losses:
+            if not math.isfinite(loss.item()):
+                found = examine_graph(losses, calling_line())
+                self.iteration.graph_finding = found or self.iteration.graph_finding
+                return
 
     def step(self, hosted: HostedStep, call: Step | None) -> Any:
         """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned."""
@@ -131,6 +134,8 @@ class StepCoordinator:
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""
         others = [each for each in self._hosted_steps() if each is not hosted]
+        if not others:
+            return False
         if hosted.stepped_together is not None:
             others = [each for each in others if id(each) in hosted.stepped_together]
         elif len(others) > _FEW:  # not known yet: those whose modules were called as well

@@ -81,6 +81,7 @@ class HostedStep(UncheckedSteps):
         was_skipped: Callable[[], None] | None = None,
     ) -> None:
         self.optimizer, self.roots, self.name, self._settings = optimizer, roots, name, settings
+        self.root_identities = frozenset(map(id, roots))
         device = optimizer.param_groups[0]["params"][0].device
         ddp = [each for root in roots for each in layers(root) if isinstance(each, DistributedDataParallel)]
         group = ddp[0].process_group if ddp else None
@@ -252,7 +253,7 @@ class HostedStep(UncheckedSteps):
     @property
     def has_grown(self) -> bool:
         """Whether the program has added parameters since this object was made."""
-        return sum(len(group) for group in self.skippable.groups()) != self._num_params
+        return sum(map(len, self.skippable.groups())) != self._num_params
 
     def take_over(self, other: HostedStep) -> None:
         """Continues the counts and the journal of one that knew fewer parameters."""
@@ -349,7 +350,10 @@ class HostedStep(UncheckedSteps):
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
         losses = undivided(self._losses_that_count(this), this.divisors)
-        pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
+        if self.clipping.is_noted:
+            pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
+        else:
+            pending.known_norms = pending.before_clipping = None
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]

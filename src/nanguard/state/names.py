@@ -13,7 +13,8 @@ from nanguard import _compat
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, ``torch.compile`` and Fabric."""
-    return list(layers(model))[-1]
+    *_, inner = layers(model)
+    return inner
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -45,9 +45,10 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors in ``tree``, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-        return
+    return iter((tree,)) if isinstance(tree, Tensor) else _tensors_inside(tree)
+
+
+def _tensors_inside(tree: Any) -> Iterator[Tensor]:
     for _, child in children(tree) or ():
         if type(child) not in PLAIN:
             yield from tensors(child)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanguard import _compat
 from nanguard.source.frames import Place, calling_line
+from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors
 
@@ -30,7 +31,7 @@ _LARGEST_GRADIENT = 32 << 20
 
 @dataclass(slots=True)
 class Call:
-    """One call of the model, or of one ``module`` of several that train together.
+    """One call of the model, or of one of several modules that train together: ``called``, which may be a wrapper.
 
     ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its line.
     ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
@@ -43,13 +44,18 @@ class Call:
     autocast: tuple[bool, torch.dtype]
     gradients: list[Tensor | None] = field(default_factory=list)
     misses_gradients: bool = False
-    module: nn.Module | None = None
+    called: nn.Module | None = None
     place: Place | None = None
     gave_nonfinite: bool = False
     outputs: list[Tensor] = field(default_factory=list)
     has_returned: bool = False
     graph: Callable[[], Any] | None = None
     """Returns None once the graph of the outputs is gone."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The user's own module that was called; None if that is the model."""
+        return None if self.called is None else unwrapped(self.called)
 
     @property
     def is_discarded(self) -> bool:
@@ -73,7 +79,7 @@ class Call:
     def again(self, model: nn.Module) -> Tensor:
         """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
         args, kwargs = cut_off(self.args), cut_off(self.kwargs)
-        outputs = list(_outputs((self.module or model)(*args, **kwargs)))
+        outputs = _outputs((self.module or model)(*args, **kwargs))
         if any(not bool(torch.isfinite(output.detach()).all()) for output in outputs):
             self.gave_nonfinite = True
         parts = []
@@ -236,6 +242,6 @@ def cut_off(tree: Any) -> Any:
     return mapped(tree, lambda t: t.detach().requires_grad_() if isinstance(t, Tensor) and not t.is_leaf else None)
 
 
-def _outputs(tree: Any) -> Iterator[Tensor]:
+def _outputs(tree: Any) -> list[Tensor]:
     """Tensors that a gradient can reach, in a fixed order."""
-    return (tensor for tensor in tensors(tree) if tensor.requires_grad and is_float(tensor))
+    return [tensor for tensor in tensors(tree) if tensor.requires_grad]

@@ -49,9 +49,9 @@ class DiscardedPasses:
         A mask may make an Inf, so Inf does not count. ``is_part``: the step goes on with other passes. Call it before a
         forward pass, or before the optimizers step. Syncs if the program has thrown a pass away, else not.
         """
-        if not any(call.is_discarded for call in calls):
-            return
         gone = [call for call in calls if call.is_discarded]
+        if not gone:
+            return
         bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in call.outputs)]
         for call in gone:
             call.outputs.clear()
