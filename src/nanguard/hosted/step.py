@@ -247,8 +247,7 @@ class HostedStep(UncheckedSteps):
 
     def has_bad_gradients(self) -> bool:
         """Syncs."""
-        grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-        return bool(nonfinite(grads, self.parts.state.device))
+        return bool(nonfinite(self.skippable.gradients(), self.parts.state.device))
 
     @property
     def has_grown(self) -> bool:
@@ -376,8 +375,7 @@ class HostedStep(UncheckedSteps):
         if len(losses) < 2 or this.uses_every_loss:
             return losses
         if self.sync == "late":
-            grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-            return [mean_that_counts(losses, grads, self.parts.state.device)]
+            return [mean_that_counts(losses, self.skippable.gradients(), self.parts.state.device)]
         flags = torch.isfinite(torch.stack([loss.double().to(self.parts.state.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         if len(good) in (0, len(losses)) or self.has_bad_gradients():
@@ -392,8 +390,7 @@ class HostedStep(UncheckedSteps):
             return
         grad_scale = getattr(self.optimizer, "grad_scale", None)
         if grad_scale is not None and self._settings.max_norm is not None:  # clipping needs them in their true size
-            grads = [p.grad for group in self.skippable.groups() for p in group if p.grad is not None]
-            scale_(grads, grad_scale.double().reciprocal().float())
+            scale_(self.skippable.gradients(), grad_scale.double().reciprocal().float())
             self.optimizer.grad_scale = grad_scale = None  # type: ignore[attr-defined]
         ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None or self._are_scaled)
 

@@ -38,7 +38,7 @@ class DryRun:
         parts = self._parts
         with self.stage(pending):
             losses = self.run(pending)
-            grads = [p.grad for group in parts.skippable.groups() for p in group if p.grad is not None]
+            grads = parts.skippable.gradients()
             bad = bool(nonfinite(losses, parts.state.device))
             if parts.precision.scaler is None or parts.precision.scaler.scale.item() <= parts.precision.scaler.floor:
                 bad = bad or bool(nonfinite(grads, parts.state.device))

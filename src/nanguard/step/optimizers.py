@@ -38,6 +38,10 @@ class SkippableOptimizers:
             for group in optimizer.param_groups:
                 yield group["params"]
 
+    def gradients(self) -> list[Tensor]:
+        """Those that there are now."""
+        return [grad for group in self.groups() for p in group if (grad := p.grad) is not None]
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             self._step(optimizer)
