@@ -1,4 +1,4 @@
-"""The private names of torch that the tape of a step depends on, as ``_compat`` has the others."""
+"""The private names of torch that tell what a thread is doing, such as modes; ``_compat`` has the others."""
 
 from __future__ import annotations
 
@@ -125,6 +125,14 @@ _BEFORE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
 def has_dispatch_mode() -> bool:
     """Whether a dispatch mode is active in this thread, fake tensors and other modes of torch's own included."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass now: one of the program's, or one of autograd's own."""
+    return bool(_current_pass() != -1)
+
+
+_current_pass: Any = torch._C._current_graph_task_id
 
 
 def leave_mode(mode: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +13,12 @@ from torch import nn
 
 from nanguard import _compat
 from nanguard.step.calls import CallRecorder
+
+
+class _Inside(threading.local):
+    """Whether a module that is listened to is being called, in this thread."""
+
+    is_any = False
 
 
 class CallListener:
@@ -25,7 +32,7 @@ class CallListener:
         self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._called: set[int] = set()
         self._wrapped: dict[type[nn.Module], Any] = {}
-        self._is_inside = False
+        self._inside = _Inside()
 
     def listen(self, modules: Iterable[nn.Module], root: int | None = None) -> None:
         """``root`` is the identity of the outermost module that they are inside of."""
@@ -78,13 +85,13 @@ class CallListener:
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
-            if _compat.is_recording() or self._is_inside or id(module) not in self._listed:
+            if _compat.is_recording() or self._inside.is_any or id(module) not in self._listed:
                 return original(module, *args, **kwargs)
-            self._is_inside = True
+            self._inside.is_any = True
             try:
                 return self._record(original, module, args, kwargs)
             finally:
-                self._is_inside = False
+                self._inside.is_any = False
 
         kind.__call__ = call  # type: ignore[method-assign]
 

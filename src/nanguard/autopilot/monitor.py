@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,13 +18,13 @@ from nanguard import _compat, _compat_modes
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
-from nanguard.autopilot.own_work import AtWork, Busy, Nesting
+from nanguard.autopilot.own_work import AtWork, Busy
 from nanguard.autopilot.registry import Registry, hosted_step_of, num_calls_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure, call_after
-from nanguard.hosted.coordinator import StepCoordinator
+from nanguard.hosted.coordinator import CoordinatorOfThread
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_of_leaves
 from nanguard.hosted.optimizers import Once, Step
@@ -38,17 +39,21 @@ log = logging.getLogger("nanguard")
 
 
 class ProgramMonitor:
-    """One for a process. ``patches`` calls it whenever the program does something that matters here."""
+    """One for a process. ``patches`` calls it whenever the program does something that matters here.
+
+    Several threads may train, each its own networks. What belongs to the step of a thread is kept for each; one of them
+    at a time writes a tape, or is traced.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(settings)
-        self._coordinator = StepCoordinator(lambda: self.registry.hosted_steps)
+        self._coordinator = CoordinatorOfThread(lambda: self.registry.hosted_steps)
         self._manual: ManualUpdate | None = None
         self._is_closed = False
         self._num_forwards = 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
-        self._busy, self.backward_pass = Busy(self.taper), Nesting()
+        self._busy, self._making = Busy(self.taper), threading.RLock()
         self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone, settings)
@@ -63,24 +68,18 @@ class ProgramMonitor:
     @property
     def is_nested(self) -> bool:
         """Whether a backward pass is under way. What checkpointing does inside it is not a pass of the program."""
-        return self.backward_pass.depth > 0
+        return _compat_modes.is_in_backward()
 
     @property
     def is_aside(self) -> bool:
         """Either of these: nothing is recorded now."""
-        return bool(self._busy.depth or self.backward_pass.depth) or self._is_closed or _compat.is_capturing()
+        return bool(self._busy.depth) or self._is_closed or _compat_modes.is_in_backward() or _compat.is_capturing()
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
         """While torch traces modules of the program: nothing is recorded, and no op is followed."""
-        was_tracing = self._tracer.live is not None and not self.is_nested
-        self._tracer.stop()
-        try:
-            with self._busy:
-                yield
-        finally:
-            if was_tracing:
-                self._tracer.start(self.registry.hosted_steps)
+        with self._tracer.suspended(lambda: self.registry.hosted_steps), self._busy:
+            yield
 
     def made(self, optimizer: Optimizer) -> None:
         """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
@@ -92,9 +91,11 @@ class ProgramMonitor:
 
     def guard_new_optimizers(self) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
-        while self.registry.has_new_optimizers and not self.is_idle:
-            with self._at_work("an optimizer could not be guarded"):
-                self._attach(self.registry.guard_next())
+        if self.registry.has_new_optimizers and not self.is_idle:
+            with self._making:  # another thread may be at it
+                while self.registry.has_new_optimizers:
+                    with self._at_work("an optimizer could not be guarded"):
+                        self._attach(self.registry.guard_next())
 
     def fetched(self, noted: NotedSampler, batch: Any) -> None:
         """A loader has given a batch, for training as far as can be told."""
@@ -189,8 +190,7 @@ class ProgramMonitor:
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
         self.guard_new_optimizers()
-        losses = losses_in(outputs)
-        leaves = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+        losses, leaves = losses_in(outputs), list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         pairs = list(zip(leaves, grads, strict=False))
         if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
             return grads

@@ -6,6 +6,7 @@ These are no generators, which would take three times as long.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from nanguard.autopilot.taping import ProgramTape
@@ -14,24 +15,11 @@ from nanguard.errors import NonFiniteError
 log = logging.getLogger("nanguard")
 
 
-class Nesting:
-    """A block of code that may be entered inside itself."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
-class Busy(Nesting):
-    """While it is entered, nothing is taped."""
+class Busy(threading.local):
+    """May be entered inside itself. While it is, nothing is taped. Each thread of the program has its own."""
 
     def __init__(self, taper: ProgramTape) -> None:
-        super().__init__()
+        self.depth = 0
         self._taper, self._was_taping = taper, False
 
     def __enter__(self) -> None:

@@ -148,8 +148,7 @@ class Patches:
                 original(tensors, *args, **kwargs)
                 return
             monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
-            with monitor.backward_pass:
-                original(tensors, *args, **kwargs)
+            original(tensors, *args, **kwargs)
             monitor.after_backward(tensors)
 
         return backward

@@ -29,7 +29,7 @@ class ProgramTape(TapeRecorder):
     def before_call(self) -> None:
         """The model is about to be called to train. What cannot be made again of what came before counts as data."""
         tape = self.tape
-        if tape is None or tape.is_settled:
+        if tape is None or tape.is_settled or not self.is_own():
             return
         tape.is_settled = True
         gone = tape.unrepeatable() if tape.rows else ()
@@ -41,7 +41,7 @@ class ProgramTape(TapeRecorder):
     def before_evaluation(self) -> None:
         """The model is about to be called without gradients: what came before was for this, and is not held."""
         tape = self.tape
-        if tape is None or tape.is_settled or tape.losses:
+        if tape is None or tape.is_settled or tape.losses or not self.is_own():
             return
         self.stop()
         tape.rows.clear()
@@ -55,7 +55,7 @@ class ProgramTape(TapeRecorder):
 
     def note_gradients(self, optimizer: Optimizer) -> None:
         """A step without a backward pass: the program has computed the gradients itself, maybe by ``autograd.grad``."""
-        if self.tape is None or self.tape.losses:
+        if self.tape is None or self.tape.losses or not self.is_own():
             return
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if params and all(isinstance(self._token(p.grad), Made) for p in params):

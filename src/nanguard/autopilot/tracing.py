@@ -21,7 +21,7 @@ _SWITCHES = (*_ENTER, *_EXIT, *((_SET, name) for name in ("__init__", "__call__"
 
 
 class Tracer:
-    """One trace at a time.
+    """One trace at a time, in one thread.
 
     An evaluation between two steps is not traced at all: while gradients are off the trace is suspended, unless the
     step has begun (``in_step``): what is computed without gradients then (targets, for example) belongs to it. With
@@ -34,6 +34,7 @@ class Tracer:
         """That of the hosted step that is traced; None if no step is."""
         self._active: contextlib.ExitStack | None = None
         self._switches: GradSwitches | None = None
+        self._thread = 0
 
     def start(self, hosted_steps: Sequence[HostedStep]) -> None:
         """Not inside a dispatch mode of the program, which will be left before ours is."""
@@ -45,12 +46,15 @@ class Tracer:
                 break
         else:
             return
+        self._thread = threading.get_ident()
         if not self.live.is_always:
             self._switches = GradSwitches(self)
         self._set(self._is_wanted())
 
     def stop(self) -> None:
-        if self.live is None or self._is_nested() or (self.is_active and not _compat_modes.has_dispatch_mode()):
+        if self.live is None or self._thread != threading.get_ident() or self._is_nested():
+            return
+        if self.is_active and not _compat_modes.has_dispatch_mode():
             return
         if self._switches is not None:
             self._switches.remove()
@@ -58,9 +62,20 @@ class Tracer:
         self._set(False)
         self.live = None
 
+    @contextlib.contextmanager
+    def suspended(self, hosted_steps: Callable[[], Sequence[HostedStep]]) -> Iterator[None]:
+        """Inside nothing is traced; afterwards a trace begins anew if there was one."""
+        was_tracing = self.live is not None and not self._is_nested()
+        self.stop()
+        try:
+            yield
+        finally:
+            if was_tracing:
+                self.start(hosted_steps())
+
     def resume(self) -> None:
         """The program computes with gradients now. A step that is traced for too long is not traced any more."""
-        if self.live is not None and not self._is_nested():
+        if self.live is not None and self._thread == threading.get_ident() and not self._is_nested():
             if self.live.takes_too_long:
                 self.stop()
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ class StepCoordinator:
         """A module that ``hosted`` trains is about to be called, with gradients on."""
         self.begin_iteration()
         is_first = hosted not in self.iteration.noted
+        hosted.thread = threading.get_ident()
         if is_first:
             self.iteration.noted.append(hosted)
         else:
@@ -104,6 +106,7 @@ class StepCoordinator:
             self.begin_iteration()
         this = self.iteration
         hosted.look_for_discarded(this)
+        hosted.thread = threading.get_ident()
         is_first = not this.stepped
         this.stepped.append(hosted)
         skips_all = this.refused or (is_first and self._is_another_bad(hosted))
@@ -133,7 +136,7 @@ class StepCoordinator:
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""
-        others = [each for each in self._hosted_steps() if each is not hosted]
+        others = [each for each in self._hosted_steps() if each is not hosted and each.thread in (None, hosted.thread)]
         if not others:
             return False
         if hosted.stepped_together is not None:
@@ -141,6 +144,10 @@ class StepCoordinator:
         elif len(others) > _FEW:  # not known yet: those whose modules were called as well
             others = [each for each in others if each in self.iteration.noted]
         return any(other.has_bad_gradients() and not other.is_checked_afterwards for other in others)
+
+
+class CoordinatorOfThread(threading.local, StepCoordinator):
+    """Each thread has its own iteration."""
 
 
 def _alone(loss: Tensor) -> Tensor:

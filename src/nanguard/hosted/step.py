@@ -143,6 +143,7 @@ class HostedStep(UncheckedSteps):
         """Whether the last call had an effect, as far as the host knows. With ``sync="late"`` it may learn later."""
         self.stepped_together: frozenset[int] | None = None
         """Identities of the hosted steps of the last iteration that this one was in; None if there was none yet."""
+        self.thread: int | None = None  # that makes these steps, once it is known
         self.count_from(num_steps_made(optimizer))
         self.clipping = ProgramClipping(optimizer, device)
         self._num_params = sum(len(group) for group in self.skippable.groups())

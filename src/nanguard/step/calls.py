@@ -6,6 +6,7 @@ if it is small. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -113,6 +114,13 @@ class _Given(torch.autograd.Function):
         return ctx.gradient, None
 
 
+class _Taped(threading.local):
+    """Calls of this thread that are under way and will be rows of the tape, with their arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, Any, Any, bool]] = []
+
+
 class CallRecorder:
     """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
 
@@ -128,7 +136,7 @@ class CallRecorder:
         taper: TapeRecorder | None = None,
     ) -> None:
         self._opens, self._note, self.device, self._taper = opens, note, device, taper
-        self._taped: list[tuple[Call, Any, Any, bool]] = []
+        self._taped = _Taped()
         self._undo: list[Callable[[], Any]] = []
 
     def listen(self, model: nn.Module) -> None:
@@ -162,20 +170,20 @@ class CallRecorder:
                 del calls[0]
             calls.append(call)
         if is_taped and self._taper is not None:
-            self._taped.append((call, *self._taper.before_module(args, kwargs)))
+            self._taped.calls.append((call, *self._taper.before_module(args, kwargs)))
         return call
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._save_gradients(output)
-        if self._taped and self._taper is not None:
-            call, given, named, was_on = self._taped.pop()
+        if self._taped.calls and self._taper is not None:
+            call, given, named, was_on = self._taped.calls.pop()
             self._taper.go_on(was_on)
             self._taper.after_module(call, given, named, output)
 
     def raised(self) -> None:
         """A call has not returned."""
-        if self._taped and self._taper is not None:
-            self._taper.go_on(self._taped.pop()[-1])
+        if self._taped.calls and self._taper is not None:
+            self._taper.go_on(self._taped.calls.pop()[-1])
 
     def _save_gradients(self, output: Any) -> None:
         calls = self._opens()

@@ -108,6 +108,10 @@ class TapeRecorder(TorchFunctionMode):
         self.stop()
         self.tape, self._rows, self._older, self._marks, self._outside = None, {}, None, {}, {}
 
+    def is_own(self) -> bool:
+        """Whether what was written last is of this thread."""
+        return self._thread == threading.get_ident()
+
     def pause(self) -> bool:
         """For a call that is a row of its own, or none. Returns what ``go_on`` is to be given."""
         if not self._is_on or self._is_inside or self._thread != threading.get_ident():
@@ -229,7 +233,7 @@ class TapeRecorder(TorchFunctionMode):
         trained: Sequence[Tensor] = (),
     ) -> None:
         """A backward pass begins at these. ``trained`` are tensors that the program trains without an optimizer."""
-        if self.tape is not None:
+        if self.tape is not None and self.is_own():
             for tensor in trained:
                 mark = self._marks.get(id(tensor))
                 if mark is not None and mark[0]() is tensor:

@@ -1,0 +1,66 @@
+"""Programs that train in several threads: each thread is guarded as if it were alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import nanguard
+from test_run import NANGUARD, PYTHON, done, script
+
+THREADS = """
+    import json, sys, threading
+    import torch
+    from torch import nn
+
+    BAD = {BAD}
+    sums = {}
+
+    def train(number):
+        generator = torch.Generator().manual_seed(number)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(60):
+            x = torch.randn(16, 8, generator=generator)
+            y = x.sum(1, keepdim=True)
+            if [number, step] in BAD:
+                y[3] = float("nan")
+            error = model(x) - y
+            loss = (error * error).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        everything = [*model.parameters(), *model.buffers()]
+        sums[number] = [tensor.double().sum().item() for tensor in everything]
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(json.dumps([sums[number] for number in range(4)]))
+"""
+
+
+@pytest.mark.parametrize("bad", [[], [[1, 20], [2, 20], [2, 21], [3, 0]]], ids=["healthy", "faulty"])
+def test_each_thread_is_guarded_as_if_it_were_alone(tmp_path: Path, bad: list[list[int]]) -> None:
+    healthy = script(tmp_path, THREADS.replace("{BAD}", "[]"), "healthy.py")
+    program = script(tmp_path, THREADS.replace("{BAD}", json.dumps(bad)))
+    plain = json.loads(done(*PYTHON, healthy, cwd=tmp_path).stdout)
+    ran = done(*NANGUARD, "--run-dir", "run", program, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    sums = json.loads(ran.stdout)
+    touched = {number for number, _ in bad}
+    for number in range(4):
+        assert all(value == value for value in sums[number]), f"thread {number} ends with NaN"
+        assert (sums[number] == plain[number]) == (number not in touched)
+    run = nanguard.read_run(tmp_path / "run")
+    assert "nanguard: 240 steps" in ran.stderr
+    assert len(run.incidents) == len(bad)
+    causes = {incident.diagnosis.cause for incident in run.incidents if incident.diagnosis is not None}
+    assert causes <= {"input_nonfinite", "unknown"}, "one thread at a time writes a tape"
