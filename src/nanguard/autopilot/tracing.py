@@ -30,29 +30,32 @@ class Tracer:
 
     def __init__(self, *, in_step: Callable[[], bool], is_nested: Callable[[], bool]) -> None:
         self._in_step, self._is_nested = in_step, is_nested
-        self.live: Live | None = None
-        """That of the hosted step that is traced; None if no step is."""
+        self._live: Live | None = None
         self._active: contextlib.ExitStack | None = None
         self._switches: GradSwitches | None = None
         self._thread = 0
 
+    @property
+    def live(self) -> Live | None:
+        """That of the hosted step that is traced; None if no step is, or one of another thread."""
+        return self._live if self._thread == threading.get_ident() else None
+
     def start(self, hosted_steps: Sequence[HostedStep]) -> None:
         """Not inside a dispatch mode of the program, which will be left before ours is."""
-        if self.live is not None or self._is_nested() or _compat_modes.has_dispatch_mode():
+        if self._live is not None or self._is_nested() or _compat_modes.has_dispatch_mode():
             return
         for hosted in hosted_steps:
-            if hosted.examinations.live.is_on:
-                self.live = hosted.examinations.live
+            if hosted.examinations.live.is_on and hosted.thread in (None, threading.get_ident()):
+                self._live, self._thread = hosted.examinations.live, threading.get_ident()
                 break
         else:
             return
-        self._thread = threading.get_ident()
-        if not self.live.is_always:
+        if not self._live.is_always:
             self._switches = GradSwitches(self)
         self._set(self._is_wanted())
 
     def stop(self) -> None:
-        if self.live is None or self._thread != threading.get_ident() or self._is_nested():
+        if self.live is None or self._is_nested():
             return
         if self.is_active and not _compat_modes.has_dispatch_mode():
             return
@@ -60,7 +63,7 @@ class Tracer:
             self._switches.remove()
             self._switches = None
         self._set(False)
-        self.live = None
+        self._live = None
 
     @contextlib.contextmanager
     def suspended(self, hosted_steps: Callable[[], Sequence[HostedStep]]) -> Iterator[None]:
@@ -75,7 +78,7 @@ class Tracer:
 
     def resume(self) -> None:
         """The program computes with gradients now. A step that is traced for too long is not traced any more."""
-        if self.live is not None and self._thread == threading.get_ident() and not self._is_nested():
+        if self.live is not None and not self._is_nested():
             if self.live.takes_too_long:
                 self.stop()
             else:

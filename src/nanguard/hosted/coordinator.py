@@ -136,7 +136,9 @@ class StepCoordinator:
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""
-        others = [each for each in self._hosted_steps() if each is not hosted and each.thread in (None, hosted.thread)]
+        others = [each for each in self._hosted_steps() if each is not hosted]
+        if any(each.thread not in (None, hosted.thread) for each in others):  # autograd may be writing to theirs
+            others = [each for each in others if each.thread == hosted.thread]
         if not others:
             return False
         if hosted.stepped_together is not None:
