@@ -1,8 +1,11 @@
-"""Programs that train in several threads: each thread is guarded as if it were alone."""
+"""Programs with several threads, and programs under a debugger or a profiler."""
 
 from __future__ import annotations
 
 import json
+import pstats
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,53 @@ def test_each_thread_is_guarded_as_if_it_were_alone(tmp_path: Path, bad: list[li
     assert len(run.incidents) == len(bad)
     causes = {incident.diagnosis.cause for incident in run.incidents if incident.diagnosis is not None}
     assert causes <= {"input_nonfinite", "unknown"}, "one thread at a time writes a tape"
+
+
+WATCHED = """
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    turns = schedule(wait=1, warmup=1, active=3)
+    with profile(activities=[ProfilerActivity.CPU], schedule=turns, record_shapes=True, with_stack=True) as profiler:
+        for step in range(12):
+            x = torch.randn(16, 8)
+            if step == 6:
+                breakpoint()
+            loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            profiler.step()
+    print("seen", any("addmm" in event.key for event in profiler.key_averages()))
+    print([parameter.double().sum().item() for parameter in model.parameters()])
+"""
+
+
+def test_a_debugger_and_two_profilers_see_the_program_as_without_nanguard(tmp_path: Path) -> None:
+    program = script(tmp_path, WATCHED)
+
+    def ran(*command: str) -> list[str]:
+        result = subprocess.run(
+            [*command, program],
+            cwd=tmp_path,
+            input="next\nprint('at', step)\ncontinue\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        return [
+            line for line in result.stdout.splitlines() if line.removeprefix("(Pdb) ").startswith(("at", "seen", "["))
+        ]
+
+    plain = ran(*PYTHON)
+    profiled = ran(sys.executable, "-m", "cProfile", "-o", "profile.out", *NANGUARD[1:], "--run-dir", "run")
+    assert plain == profiled
+    assert len(plain) == 3
+    functions = {name for _, _, name in pstats.Stats(str(tmp_path / "profile.out")).stats}  # type: ignore[attr-defined]
+    assert "_single_tensor_adam" in functions
