@@ -238,7 +238,9 @@ class DiagnosisScheduler:
         if pending.tape is None:
             return None, ()
         try:
-            micros, obstacles = taped.microbatches(pending, self._parts.state)
+            state = self._parts.state
+            trained = (*state.parameters().values(), *state.buffers().values())
+            micros, obstacles = taped.microbatches(pending.tape, trained, state.device)
             if not micros:
                 return None, obstacles
             again = replace(pending, rerunnable=True, microbatches=micros)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanguard.diagnosis.look import look
-from nanguard.source.arguments import argument_names
 from nanguard.source.frames import standing_in
-from nanguard.state.training_state import TrainingState
 from nanguard.state.trees import mapped
 from nanguard.step.calls import cut_off, with_gradient
-from nanguard.step.pending import Microbatch, PendingStep
+from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
     CallTape,
     Drawn,
@@ -42,8 +40,8 @@ class TapedRun:
     The batch is a dict of the tensors from outside. A value that was left out of it is taken from the tape.
     """
 
-    def __init__(self, tape: CallTape, loss: TapedLoss, keys: dict[int, str], state: TrainingState) -> None:
-        self._tape, self._loss, self._keys, self._device = tape, loss, keys, state.device
+    def __init__(self, tape: CallTape, loss: TapedLoss, keys: dict[int, str], device: torch.device) -> None:
+        self._tape, self._loss, self._keys, self._device = tape, loss, keys, device
         self._numbers = tape.needed((*loss.roots, *loss.gradients), loss.last)
 
     @property
@@ -115,24 +113,27 @@ def _as_loss(root: Tensor) -> Tensor:
     return total if total.requires_grad else total.detach().requires_grad_()
 
 
-def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Microbatch], tuple[str, ...]]:
-    """One for each backward pass that can be made again, and why others cannot be."""
-    tape = pending.tape
-    assert tape is not None
-    trained = {id(tensor) for tensor in (*state.parameters().values(), *state.buffers().values())}
+def microbatches(
+    tape: CallTape, trained: Iterable[Tensor], device: torch.device
+) -> tuple[list[Microbatch], tuple[str, ...]]:
+    """One for each backward pass that can be made again, and why others cannot be.
+
+    ``trained`` are parameters and buffers: what is changed in them is put back before the calls are made.
+    """
+    known = {id(tensor) for tensor in trained}
     micros, obstacles = [], []
     for loss in tape.losses:
         inputs: dict[str, Tensor] = {}
         keys: dict[int, str] = {}
-        run = TapedRun(tape, loss, keys, state)
-        obstacle = _obstacle(run, tape, loss, trained)
+        run = TapedRun(tape, loss, keys, device)
+        obstacle = _obstacle(run, tape, loss, known)
         if obstacle is not None and tape.has_calls:
-            run = TapedRun(tape.from_calls_on(), loss, keys, state)
-            obstacle = obstacle if _obstacle(run, tape, loss, trained) else None
+            run = TapedRun(tape.from_calls_on(), loss, keys, device)
+            obstacle = obstacle if _obstacle(run, tape, loss, known) else None
         if obstacle is not None:
             obstacles.append(f"the torch calls of the step could not be made again: {obstacle}")
             continue
-        for tensor, name in _inputs(run, trained):
+        for tensor, name in _inputs(run, known):
             if id(tensor) not in keys:
                 keys[id(tensor)] = name if name not in inputs else f"{name} ({len(inputs)})"
                 inputs[keys[id(tensor)]] = tensor
@@ -140,12 +141,33 @@ def microbatches(pending: PendingStep, state: TrainingState) -> tuple[list[Micro
     return micros, tuple(dict.fromkeys(obstacles))
 
 
+def repeatable(
+    tape: CallTape, trained: Iterable[Tensor], device: torch.device, *, from_calls_on: bool = False
+) -> tuple[CallTape, tuple[str, ...]]:
+    """The passes that can be made again, with the rows that they need, and why others cannot be. To be saved.
+
+    With ``from_calls_on``, what modules were given is data and is not made again.
+    """
+    known = {id(tensor) for tensor in trained}
+
+    def tried(some: CallTape) -> list[tuple[TapedRun, str | None]]:
+        runs = [TapedRun(some, loss, {}, device) for loss in tape.losses]
+        return [(run, _obstacle(run, tape, loss, known)) for run, loss in zip(runs, tape.losses, strict=True)]
+
+    found = [] if from_calls_on else tried(tape)
+    if from_calls_on or (tape.has_calls and any(obstacle for _, obstacle in found)):
+        found = tried(tape.from_calls_on())
+    rows = {number: tuple(row) for run, obstacle in found if not obstacle for number, row in run.numbered if row}
+    losses = [loss for loss, (_, obstacle) in zip(tape.losses, found, strict=True) if not obstacle]
+    kept = CallTape(rows=dict(sorted(rows.items())), trained=tape.trained, losses=losses, has_calls=tape.has_calls)
+    return kept, tuple(dict.fromkeys(obstacle for _, obstacle in found if obstacle))
+
+
 def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
     for row in filter(None, run.rows):
         given = [*row.args, *row.kwargs.values()]
-        is_method = row.function is not None and getattr(Tensor, row.name, None) is row.function
-        names = argument_names(row.code, row.at, len(row.args), is_method=is_method)
+        names = row.argument_names
         for place, argument in enumerate(given):
             inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
             for number, token in enumerate(inside):

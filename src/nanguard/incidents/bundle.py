@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanguard.incidents.budget import Budget
 from nanguard.incidents.environment import environment
 from nanguard.incidents.files import BundleDraft, tree_of_rng
+from nanguard.incidents.tape_writer import RepeatableTape, add_tape
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import RunFolder
 from nanguard.state.batch_indices import FetchedBatch, num_samples_of
 from nanguard.state.batches import take
-from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.snapshots.files import sync
 from nanguard.state.trees import named_tensors
 
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanguard")
 
 CaptureLevel = Literal["none", "meta", "batch", "full"]
-"""``none``: nothing. ``meta``: a description without data. ``batch``: also the data and random states of the step.
+"""``none``: nothing. ``meta``: a description without data. ``batch``: also the data and random states of the step,
+and the torch calls around the model.
 ``full``: also the weights from before the step."""
 
 BATCH_LIMIT = 256 << 20
 WEIGHTS_LIMIT = 1 << 30
 SAMPLES_LIMIT = 16 << 20
+TAPE_LIMIT = 64 << 20
 """Limits in bytes. Larger parts are left out, and ``incident.json`` says so."""
 
 MOST = 100
@@ -156,11 +159,12 @@ class Bundles:
         kept_fp32: Sequence[str] = (),
         found: Sequence[str] = (),
         in_any_case: bool = False,
+        repeatable: RepeatableTape | None = None,
     ) -> Kept | None:
         """The first half of ``keep``: collects the data before the step is handled.
 
         None if enough incidents of the same kind are saved, by ``found`` and the diagnosis. ``in_any_case`` treats it
-        as the first of its kind.
+        as the first of its kind. ``repeatable`` gives the tape of the step, if there is one.
         """
         if self.capture == "none":
             return None
@@ -175,6 +179,9 @@ class Bundles:
             facts["capture"] = capture
             facts["microbatches"] = [] if pending is None else [_described(m, capture) for m in pending.microbatches]
             self._gather(draft, capture, diagnosis, pending, model)
+            if repeatable is not None and capture != "meta":
+                limit = min(TAPE_LIMIT, self._batch_limit, self._budget.room() - draft.size)
+                add_tape(draft, repeatable, model, limit)
             facts["captured"] = sorted({name.partition("[")[0] for name in draft.trees})
             return Kept(draft, facts)
         except Exception as error:
@@ -374,9 +381,3 @@ def _in_eval(pending: PendingStep | None, model: nn.Module) -> list[str]:
     modes = {} if pending is None else {id(module): mode for module, mode in pending.training}
     named = unwrapped(model).named_modules()
     return [plain_name(name) for name, module in named if not modes.get(id(module), module.training)]
-
-
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, by names without prefixes of wrappers."""
-    inner = unwrapped(model)
-    return {plain_name(name): tensor for name, tensor in (*inner.named_parameters(), *inner.named_buffers())}

@@ -39,7 +39,7 @@ class BundleDraft:
     def leave_out(self, what: str, why: str) -> None:
         self.left_out.append({"what": what, "why": why})
 
-    def add(self, what: str, trees: Mapping[str, Any], limit: int) -> None:
+    def add(self, what: str, trees: Mapping[str, Any], limit: int) -> bool:
         """Adds trees by name, all or none. If none, the reason is noted. ``what`` names them together."""
         data: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
@@ -53,11 +53,14 @@ class BundleDraft:
                 size += len(json.dumps(data[name], allow_nan=False))
         except Exception as error:  # a batch may be of any class, and reading it may do anything
             self.leave_out(what, f"it cannot be written: {_reason(error)}")
-            return
-        if self._fits(what, tensors, limit, size):
+            return False
+        fits = self._fits(what, tensors, limit, size)
+        if fits:
+            is_told = what in ("samples", "tape") and "batch[0]" in self.trees
             self.trees.update(data)
             self.tensors.update(tensors)
-            self.notes += notes if what != "samples" or "batch[0]" not in self.trees else []
+            self.notes += [] if is_told else notes
+        return fits
 
     def add_named(self, what: str, tensors: Mapping[str, Tensor], limit: int) -> None:
         """Adds copies of tensors by their own names, all or none."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanguard.errors import BundleError
 from nanguard.incidents.files import INCIDENT, check_tensors, read_all, read_document, read_tree, rng_of_tree
+from nanguard.incidents.tape_reader import TAPE, tape_of_tree
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.rebuild import built
 from nanguard.records.steps import Outcome, Reading
 from nanguard.state.rng import RngState
+from nanguard.step.tape import CallTape
 
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 _SHAPES: dict[str, Any] = {
@@ -60,7 +62,7 @@ class Bundle:
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """Which of ``batch``, ``rng``, ``samples`` and ``weights`` were saved."""
+        """Which of ``batch``, ``rng``, ``samples``, ``tape`` and ``weights`` were saved."""
         return tuple(self.facts["captured"])
 
     def why_not(self, part: str) -> str:
@@ -88,6 +90,20 @@ class Bundle:
         """A batch of only the samples that caused the fault. None if they are not known or were left out."""
         trees = self._trees("samples", device)
         return trees[0]["batch"] if trees and isinstance(trees[0], dict) and "batch" in trees[0] else None
+
+    def tape(self, model: nn.Module, fit: Callable[[RngState], RngState]) -> CallTape | None:
+        """The calls of the step, of this model and around it, to be made again. None if they were left out.
+
+        ``fit`` makes random states fit this machine.
+        """
+        if TAPE not in self._contents:
+            return None
+        first = next(model.parameters(), None)
+        try:
+            tensors = read_all(self.path, self._stored, None if first is None else first.device)
+            return tape_of_tree(self._contents[TAPE], tensors, model, fit)
+        except _DAMAGE as error:
+            raise BundleError(f"{self.path}: the torch calls of the step cannot be read: {_reason(error)}") from None
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, from before the step. Empty if they were left out."""

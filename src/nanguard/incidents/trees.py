@@ -62,9 +62,12 @@ def flatten(tree: Any, name: str) -> tuple[Any, dict[str, Tensor], tuple[str, ..
     return data, tensors, (*work.notes[:_MOST_NOTES], *([f"and {more:,} more"] if more > 0 else []))
 
 
-def restore(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``flatten``. Raises ``ValueError`` for anything that ``flatten`` does not write."""
-    return decode(data, tensors, _MAKERS)
+def restore(data: Any, tensors: Mapping[str, Tensor], makers: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """The inverse of ``flatten``. Raises ``ValueError`` for anything that ``flatten`` does not write.
+
+    ``makers`` make what the caller has ``Tagged``, by tag.
+    """
+    return decode(data, tensors, {**_MAKERS, **(makers or {})})
 
 
 class _Preparing:
@@ -79,7 +82,7 @@ class _Preparing:
         self._num += 1
         if self._num > _MOST_VALUES:
             raise ValueError(f"it holds more than {_MOST_VALUES:,} values outside of tensors")
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or type(value) is Tagged:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value, name)

@@ -9,7 +9,9 @@ from dataclasses import replace
 from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
+from nanguard.diagnosis.taped import repeatable
 from nanguard.incidents.bundle import Bundles, Kept
+from nanguard.incidents.tape_writer import RepeatableTape
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.run_folder import as_seen
@@ -59,9 +61,17 @@ class Casebook:
             kept_fp32=parts.islands.names,
             found=reading.found,
             in_any_case=is_last,
+            repeatable=self._tape_of(pending),
         )
         parts.journal.num_not_kept = self._bundles.num_left_out
         return kept
+
+    def _tape_of(self, pending: PendingStep) -> RepeatableTape | None:
+        tape, state = pending.tape, self._parts.state
+        if tape is None:
+            return None
+        trained = (*state.parameters().values(), *state.buffers().values())
+        return lambda from_calls_on: repeatable(tape, trained, state.device, from_calls_on=from_calls_on)
 
     def write(self, outcome: Outcome, kept: Kept | None) -> str:
         """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""

@@ -33,7 +33,8 @@ _ORDERS = {
 class BuiltProgram:
     """What the user's function returned. ``loss_fn(model, batch)`` returns the loss; None: there was none.
 
-    ``notes`` say what may be different from the run.
+    ``notes`` say what may be different from the run. ``is_of_run`` says that the program of ``nanguard run`` itself
+    was run to get the model; ``loss_fn`` then only calls it.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class BuiltProgram:
     optimizer: Any = None
     batches: Any = None
     notes: tuple[str, ...] = ()
+    is_of_run: bool = False
 
 
 def build(entry: str, seed: int) -> BuiltProgram:

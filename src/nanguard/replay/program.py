@@ -123,7 +123,9 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
     if len({id(module) for module in found.seen}) > 1:
         raise ReplayError(f"the step calls several models, so it is not clear which one to replay: {_NO_PROGRAM}")
     notes = [f"the model is that of {Path(script).name}, which was run again up to step {step:,}"]
-    notes.append("only the calls of the model are run again, not what the program does with their results")
+    if "tape" not in bundle.captured:
+        notes.append("only the calls of the model are run again, not what the program does with their results")
+        notes += [f"the others were not saved: {e['why']}" for e in bundle.facts["left_out"] if e["what"] == "tape"]
     if step:
         notes.append("without a fixed seed in the program its weights are others than in the run")
     policy = header_of(bundle).get("policy")
@@ -134,6 +136,7 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
         loss_fn=call_again(*found.autocast, rng=found.rng),
         batches=None if calls else _Repeated([(found.args, found.kwargs)]),
         notes=tuple(notes),
+        is_of_run=True,
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import nanguard
+from nanguard.diagnosis.taped import microbatches
 from nanguard.errors import ProtocolError, ReplayError
-from nanguard.incidents.bundle import named_weights
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
@@ -21,9 +21,10 @@ from nanguard.replay.calls import call_again, is_calls
 from nanguard.replay.entry import BuiltProgram, told
 from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
-from nanguard.state.names import plain_name, unwrapped
+from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.codec import DTYPES
+from nanguard.step.pending import LossFn, Microbatch
 from nanguard.step.precision import NAMES, LossScale
 
 COMPARED = ("cause", "op", "module")
@@ -70,14 +71,20 @@ class Stage:
     loss_scale: LossScale | None
     batches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, RngState] = field(default_factory=dict)
+    taped: list[Microbatch] = field(default_factory=list)
+    """The backward passes of the step, with the torch calls that lead to each, if the bundle has them."""
     notes: list[str] = field(default_factory=list)
+
+    def settings(self) -> contextlib.AbstractContextManager[None]:
+        """With the switches of torch as in the run."""
+        flags = self.bundle.facts["environment"].get("flags")
+        return as_then(flags if isinstance(flags, dict) else {})
 
     @contextlib.contextmanager
     def conditions(self, place: int) -> Iterator[None]:
         """Sets random states, autocast and settings as before a micro-batch. Settings are restored afterwards."""
-        flags = self.bundle.facts["environment"].get("flags")
         enabled, dtype = _autocast(self.bundle, place)
-        with as_then(flags if isinstance(flags, dict) else {}):
+        with self.settings():
             if place in self.states:
                 try:
                     self.states[place].restore(self.device)
@@ -105,12 +112,16 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
     stage.notes += program.notes
     _load_weights(stage)
     _set_modes(stage)
+    _find_tape(stage)
     _find_batches(stage)
-    _find_states(stage)
+    if not stage.taped:
+        _find_states(stage)
     _compare_surroundings(stage)
     if program.loss_fn is None:
         if not all(map(is_calls, stage.batches.values())):
-            raise ReplayError("the entry returns only a model: let it return (model, loss_fn)")
+            if not stage.taped:
+                raise ReplayError("the entry returns only a model: let it return (model, loss_fn)")
+            stage.batches = {}
         stage.program = replace(program, loss_fn=call_again())
     return stage
 
@@ -118,9 +129,11 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
 def replay(stage: Stage) -> Replayed:
     """Runs the micro-batches until one is non-finite, and diagnoses it with the recorded depth."""
     recorded = stage.bundle.diagnosis
-    found = None
-    for place in stage.batches:
-        found = _examine(stage, place, recorded)
+    optimizer, loss_fn = _optimizer(stage), stage.program.loss_fn or call_again()
+    found = _examine_tape(stage, optimizer)
+    for place in stage.batches if found is None else ():
+        with stage.conditions(place):
+            found = _examine(stage, loss_fn, stage.batches[place], optimizer, stage.loss_scale)
         if found is not None:
             break
     if found is not None and recorded is not None and _is_known_by_history(recorded, found):
@@ -135,23 +148,37 @@ def replay(stage: Stage) -> Replayed:
     )
 
 
-def _examine(stage: Stage, place: int, recorded: Diagnosis | None) -> Diagnosis | None:
-    program = stage.program
-    in_update = "update" in stage.bundle.outcome.verdict.reading.found
-    in_update = in_update or (recorded is not None and recorded.phase == "optimizer")
-    if in_update and program.optimizer is None:
-        raise ReplayError("the fault is in the optimizer update: let the entry return (model, optimizer, loss_fn)")
+def _examine_tape(stage: Stage, optimizer: Any) -> Diagnosis | None:
+    """Makes the torch calls of the step again. If they cannot be made here, the notes say so."""
+    blamed = None if stage.bundle.diagnosis is None else stage.bundle.diagnosis.microbatch
+    passes = [stage.taped[blamed]] if blamed is not None and blamed < len(stage.taped) else stage.taped
+    scale = None if stage.program.is_of_run else stage.loss_scale  # the program's own scaling is among the calls
     try:
-        with stage.conditions(place):
-            return diagnose(
-                program.model,
-                program.loss_fn or call_again(),
-                stage.batches[place],
-                program.optimizer if in_update else None,
-                precision=stage.precision,
-                loss_scale=stage.loss_scale,
-                depth="full" if recorded is None else recorded.depth,
-            )
+        for micro in passes:
+            enabled, dtype = micro.autocast
+            with stage.settings(), torch.autocast(stage.device.type, dtype=dtype, enabled=enabled):
+                found = _examine(stage, micro.loss_fn, micro.batch, optimizer, scale)
+            if found is not None:
+                return replace(found, capture="tape")
+    except ReplayError as error:
+        stage.notes.append(f"only the calls of the model were run again, not those around it: {error}")
+    return None
+
+
+def _examine(
+    stage: Stage, loss_fn: LossFn, batch: Any, optimizer: Any, loss_scale: LossScale | None
+) -> Diagnosis | None:
+    recorded = stage.bundle.diagnosis
+    try:
+        return diagnose(
+            stage.program.model,
+            loss_fn,
+            batch,
+            optimizer,
+            precision=stage.precision,
+            loss_scale=loss_scale,
+            depth="full" if recorded is None else recorded.depth,
+        )
     except ProtocolError as error:
         if "nothing to diagnose" in str(error):
             return None
@@ -160,6 +187,16 @@ def _examine(stage: Stage, place: int, recorded: Diagnosis | None) -> Diagnosis 
         raise
     except Exception as error:
         raise ReplayError(f"the step raised {told(error)}") from error
+
+
+def _optimizer(stage: Stage) -> Any:
+    """The optimizer, if its update is to be examined."""
+    recorded = stage.bundle.diagnosis
+    in_update = "update" in stage.bundle.outcome.verdict.reading.found
+    in_update = in_update or (recorded is not None and recorded.phase == "optimizer")
+    if in_update and stage.program.optimizer is None:
+        raise ReplayError("the fault is in the optimizer update: let the entry return (model, optimizer, loss_fn)")
+    return stage.program.optimizer if in_update else None
 
 
 def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]:
@@ -277,22 +314,34 @@ def _find_batches(stage: Stage) -> None:
     stage.notes.append(f"the bundle holds no batch ({why}): batch {position} of the entry is used")
 
 
+def _find_tape(stage: Stage) -> None:
+    """The torch calls of the step, if nobody gives a loss function to run instead."""
+    program = stage.program
+    if program.loss_fn is not None and not program.is_of_run:
+        return
+    tape = stage.bundle.tape(program.model, lambda state: _fitting(state, stage.device))
+    if tape is not None:
+        stage.taped, _ = microbatches(tape, named_weights(program.model).values(), stage.device)
+
+
 def _find_states(stage: Stage) -> None:
     states = stage.bundle.rng()
     if not states:
         stage.notes.append(f"the bundle holds no random states ({stage.bundle.why_not('rng')}): dropout may differ")
         return
-    on_cuda = stage.device.type == "cuda"
-    if any(state.cuda is not None for state in states) and not on_cuda:
+    if any(state.cuda is not None for state in states) and stage.device.type != "cuda":
         stage.notes.append("it ran on a GPU: its random numbers cannot be repeated on this device")
-    has_numpy = importlib.util.find_spec("numpy") is not None
-    for place, state in enumerate(states):
-        host = state.host
-        if host is not None and host[1] is not None and has_numpy:
-            importlib.import_module("numpy")
-        elif host is not None:
-            host = (host[0], None)
-        stage.states[place] = RngState(state.cpu, state.cuda if on_cuda else None, host)
+    stage.states = {place: _fitting(state, stage.device) for place, state in enumerate(states)}
+
+
+def _fitting(state: RngState, device: torch.device) -> RngState:
+    """What of a random state can be set on this machine."""
+    host = state.host
+    if host is not None and host[1] is not None and importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy")
+    elif host is not None:
+        host = (host[0], None)
+    return RngState(state.cpu, state.cuda if device.type == "cuda" else None, host)
 
 
 def _compare_surroundings(stage: Stage) -> None:

@@ -40,6 +40,12 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(param): plain_name(name) for name, param in unwrapped(model).named_parameters()}
 
 
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by names without prefixes of wrappers."""
+    inner = unwrapped(model)
+    return {plain_name(name): tensor for name, tensor in (*inner.named_parameters(), *inner.named_buffers())}
+
+
 def tensor_slots(module: nn.Module, prefix: str, *, buffers_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, those that are there; one that has two names once."""
     seen: set[int] = set()

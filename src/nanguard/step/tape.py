@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanguard import _compat, _compat_modes
+from nanguard.source.arguments import argument_names
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors
@@ -71,13 +72,20 @@ class Drawn:
         self.device, self.state = device, state
 
 
+class SavedPosition(NamedTuple):
+    """Where the program was, and what it calls the arguments there: of a row that was read from disk."""
+
+    place: Place | None
+    names: tuple[str, ...] = ()
+
+
 class Row(NamedTuple):
     """A call: ``function`` of torch, or ``call`` of a module. ``code`` and ``at`` are the program's position in it."""
 
     function: Any
     args: Any
     kwargs: Any
-    code: CodeType | None
+    code: CodeType | SavedPosition | None
     at: int
     is_grad_enabled: bool
     autocast: tuple[bool, torch.dtype | None]
@@ -95,7 +103,15 @@ class Row(NamedTuple):
     def place(self) -> Place | None:
         if self.call is not None:
             return self.call.place
-        return place_of(self.code, self.at)
+        return self.code.place if isinstance(self.code, SavedPosition) else place_of(self.code, self.at)
+
+    @property
+    def argument_names(self) -> list[str]:
+        """What the program calls the arguments, as its source code has them. Empty if that is not known."""
+        if isinstance(self.code, SavedPosition):
+            return list(self.code.names)
+        is_method = self.function is not None and getattr(Tensor, self.name, None) is self.function
+        return argument_names(self.code, self.at, len(self.args), is_method=is_method)
 
     @property
     def tokens(self) -> list[Any]:

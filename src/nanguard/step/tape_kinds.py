@@ -11,7 +11,7 @@ NO_ROW, ROW, DRAWS, MAKES, BACKWARD, WRITES = 0, 1, 2, 4, 8, 16
 """What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device; it writes
 to its first argument."""
 
-_PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
+PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 """Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
 
 _WITHOUT_ROW = words(
@@ -39,7 +39,7 @@ def kind_of(func: Any) -> int:
     name = name_of(func)
     if name in ("__get__", "__set__"):
         prop = getattr(getattr(func, "__self__", None), "__name__", "")
-        return ROW if prop in _PROPERTIES or (name == "__set__" and prop == "requires_grad") else NO_ROW
+        return ROW if prop in PROPERTIES or (name == "__set__" and prop == "requires_grad") else NO_ROW
     if name in _WITHOUT_ROW:
         return NO_ROW
     if name == "backward":
