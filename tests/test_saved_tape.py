@@ -1,0 +1,407 @@
+"""The torch calls around the model in a bundle: they come back as they were, and nothing else can be called by them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import nanguard
+from nanguard.errors import BundleError
+from nanguard.incidents import bundle as bundle_module
+from nanguard.incidents.bundle import folders
+from nanguard.incidents.call_names import function_named, name_of_function
+from nanguard.incidents.files import INCIDENT
+from nanguard.incidents.reader import Bundle, load
+from nanguard.records.diagnosis import Diagnosis
+from nanguard.replay.entry import BuiltProgram
+from nanguard.replay.rerun import Replayed, prepare, replay
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+BAD = 2
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def saved(loss_of: Loss, folder: Path, *, trained: tuple[Tensor, ...] = (), **options: Any) -> tuple[Bundle, nn.Module]:
+    """The bundle of a program whose last step is bad, and its model as it was in that step."""
+    torch.manual_seed(0)
+    with nanguard.install(run_dir=folder, **options):
+        model = network()
+        optimizer = SGD([*model.parameters(), *trained], lr=0.01)
+        for step in range(BAD + 1):
+            x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+            optimizer.zero_grad()
+            out = model(x)
+            loss = loss_of(out, x, y) if step == BAD else out.pow(2).mean() + sum(t.sum() for t in trained)
+            loss.backward()
+            optimizer.step()
+    (found,) = folders(folder)
+    return load(found), model
+
+
+def again(bundle: Bundle, model: nn.Module) -> Replayed:
+    return replay(prepare(bundle, BuiltProgram(model=model, loss_fn=None, is_of_run=True)))
+
+
+# ---- what comes back -------------------------------------------------------------------------------------------------
+
+
+def divided(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    weights = torch.ones(4, 1)
+    weights[2] = 0
+    return ((out - x.sum(1, keepdim=True)) ** 2 / weights).mean()
+
+
+def log_of_zero(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    p = torch.stack([out[:, 0], out[:, 1] - out[:, 1].detach()], dim=-1).abs()
+    return -torch.log(p).mean()
+
+
+def cross_entropy_by_hand(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    scores = (1000 * out).exp()
+    p = scores / scores.sum(dim=-1, keepdim=True)
+    return -p[torch.arange(4), y].log().mean()
+
+
+def sliced(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    first, *others = out.split(1, dim=-1)
+    return (out[..., None, :2:1].squeeze(1) / (others[0] - others[0].detach())).sum() + first.T.sum()
+
+
+def masked(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    wanted = (y > 7) & ~torch.isnan(x[:, 0])
+    return out[wanted].mean()
+
+
+def chosen(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    size = (out - out.detach()).pow(2).sum(-1)
+    return torch.where(size > 0, size.sqrt(), torch.zeros_like(size)).sum()
+
+
+def in_autocast(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = out @ out.T
+        assert scores.dtype is torch.bfloat16
+        return scores.mul(1e30).float().pow(2).mean()
+
+
+def written_in_place(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    p = out.softmax(-1)
+    p = p.clone()
+    p.sub_(p.detach())
+    p[0, :] += 1
+    return p.log().mean()
+
+
+def by_keywords(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(input=out, target=torch.full_like(y, -100), ignore_index=-100, reduction="mean")
+
+
+def drawn(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    noise = torch.rand_like(out) + F.dropout(out, 0.5).detach()
+    return (out / (noise - noise)).mean(dim=(0, 1), dtype=torch.float64)
+
+
+def without_gradient(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        best, _ = out.max(dim=-1, keepdim=True)
+    return torch.einsum("ij,ij->i", out, (best - best).reciprocal().expand(4, 3)).sum()
+
+
+KINDS: list[Any] = [
+    divided,
+    log_of_zero,
+    cross_entropy_by_hand,
+    sliced,
+    masked,
+    chosen,
+    in_autocast,
+    written_in_place,
+    by_keywords,
+    drawn,
+    without_gradient,
+]
+COMPARED = ("cause", "op", "module", "phase", "because", "source", "capture")
+
+
+def told(diagnosis: Diagnosis | None) -> list[Any]:
+    assert diagnosis is not None
+    return [getattr(diagnosis, name) for name in COMPARED]
+
+
+@pytest.mark.parametrize("loss_of", KINDS)
+def test_a_fault_in_a_loss_by_hand_is_reproduced(loss_of: Loss, tmp_path: Path) -> None:
+    """To the last digit: dropout in the model draws the same numbers."""
+    bundle, model = saved(loss_of, tmp_path)
+    assert bundle.captured == ("batch", "tape")
+    assert bundle.diagnosis is not None
+    assert bundle.diagnosis.capture == "tape"
+    replayed = again(bundle, model)
+    assert replayed.status == 0, replayed.differs
+    assert told(replayed.diagnosis) == told(bundle.diagnosis)
+    assert not any("only the calls of the model" in note for note in replayed.notes)
+
+
+def test_what_is_no_part_of_the_model_is_saved_with_it(tmp_path: Path) -> None:
+    """Another network, and a tensor that is trained beside the model: as the step found them."""
+    teacher = nn.Linear(6, 3).requires_grad_(False)
+    spread = nn.Parameter(torch.zeros(3))
+
+    def loss_of(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return ((out - teacher(x)) / (spread - spread.detach())).sum()
+
+    bundle, model = saved(loss_of, tmp_path, trained=(spread,))
+    assert bundle.captured == ("batch", "tape")
+    replayed = again(bundle, model)
+    assert told(replayed.diagnosis) == told(bundle.diagnosis)
+
+
+def test_inputs_of_the_model_are_saved_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 6) for _ in range(BAD + 1)]
+    with nanguard.install(run_dir=tmp_path):
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for step, x in enumerate(batches):
+            optimizer.zero_grad()
+            (model(x).pow(2).mean() / (0 if step == BAD else 1) + 0 * x.sum()).backward()
+            optimizer.step()
+    (found,) = folders(tmp_path)
+    document = json.loads((found / INCIDENT).read_text())
+    assert document["contents"]["tape"]["tensors"] == []
+    assert "$saved" in json.dumps(document["contents"]["tape"]["rows"])
+    assert again(load(found), model).status == 0
+
+
+def test_of_a_loop_with_a_guard_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = network()
+    guard = nanguard.Guard(model, SGD(model.parameters(), lr=0.01), precision="bf16", run_dir=tmp_path)
+    batches = [(torch.randn(4, 6), torch.randint(0, 3, (4,))) for _ in range(BAD + 1)]
+    for step, (x, y) in enumerate(guard.epoch(batches)):
+        with guard.autocast():
+            loss = divided(model(x), x, y) if step == BAD else model(x).pow(2).mean()
+        guard.backward(loss)
+        guard.update()
+    guard.settle()
+    (found,) = folders(tmp_path)
+    bundle = load(found)
+    replayed = replay(prepare(bundle, BuiltProgram(model=model, loss_fn=None)))
+    assert told(replayed.diagnosis)[:3] == told(bundle.diagnosis)[:3] == ["div_by_zero", "div", ""]
+
+
+# ---- what is left out, and why ---------------------------------------------------------------------------------------
+
+
+class Squash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> Any:
+        return above[0]
+
+
+def test_a_call_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    def loss_of(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return divided(Squash.apply(out), x, y)  # type: ignore[no-untyped-call]
+
+    bundle, model = saved(loss_of, tmp_path)
+    assert bundle.captured == ("batch",)
+    why = bundle.why_not("tape")
+    assert re.fullmatch(
+        r"Squash\.apply \(test_saved_tape\.py:\d+\) is not a torch function that can be found again by its name", why
+    )
+    assert again(bundle, model).status == 1  # as ever: only the model is called
+
+
+def test_a_generator_of_the_programs_own_is_named(tmp_path: Path) -> None:
+    def loss_of(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        own = torch.Generator().manual_seed(3)
+        return divided(out + torch.rand(4, 3, generator=own), x, y)
+
+    bundle, _ = saved(loss_of, tmp_path)
+    assert re.fullmatch(r"rand \(test_saved_tape\.py:\d+\) draws from a random generator .*", bundle.why_not("tape"))
+
+
+def test_it_is_data_and_counts_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, _ = saved(divided, tmp_path / "meta", capture="meta")
+    assert bundle.captured == ()
+    table = torch.ones(1000, 1)
+
+    def from_a_table(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return divided(out * table[y], x, y)
+
+    monkeypatch.setattr(bundle_module, "TAPE_LIMIT", 50_000)
+    assert "tape" in saved(from_a_table, tmp_path / "fits")[0].captured
+    monkeypatch.setattr(bundle_module, "TAPE_LIMIT", 2_000)
+    bundle, _ = saved(from_a_table, tmp_path / "large")
+    assert bundle.captured == ("batch",)
+    assert re.fullmatch(r"[\d,]+ bytes is over the limit of 2,000 bytes", bundle.why_not("tape"))
+    assert [each["what"] for each in bundle.facts["left_out"]].count("tape") == 1
+
+
+# ---- what is read can run nothing else -------------------------------------------------------------------------------
+
+
+def changed(bundle: Bundle, change: Callable[[dict[str, Any]], Any]) -> Bundle:
+    file = bundle.path / INCIDENT
+    document = json.loads(file.read_text())
+    change(document["contents"]["tape"])
+    file.write_text(json.dumps(document))
+    return load(bundle.path)
+
+
+FORBIDDEN = [
+    "torch.load",
+    "torch.save",
+    "torch.compile",
+    "torch.hub.load",
+    "torch.serialization.load",
+    "torch.from_file",
+    "torch.ops.load_library",
+    "torch.jit.load",
+    "torch.utils.data.DataLoader",
+    "torch.Tensor.apply_",
+    "torch.Tensor.map_",
+    "torch.Tensor.set_",
+    "torch.Tensor.__setstate__",
+    "torch.Tensor.__reduce_ex__",
+    "torch.Tensor.__class__",
+    "torch.Tensor.register_hook",
+    "torch.Tensor.backward",
+    "torch.nn.functional.torch.load",
+    "torch.nn.functional.importlib",
+    "os.system",
+    "builtins.eval",
+    "eval",
+    "",
+    None,
+    ["torch.add"],
+]
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_no_other_function_can_be_named(name: Any) -> None:
+    with pytest.raises(ValueError, match="is not a torch function that a tape can hold: nothing is run"):
+        function_named(name)
+
+
+@pytest.mark.parametrize("name", ["torch.load", "os.system", "torch.hub.load", "torch.save", "torch.compile"])
+def test_a_bundle_that_was_tampered_with_is_refused(name: str, tmp_path: Path) -> None:
+    bundle, model = saved(divided, tmp_path)
+    bundle = changed(bundle, lambda tape: tape["rows"][-1].update(function=name, args={"$tuple": ["x"]}))
+    with pytest.raises(BundleError, match=f"'{re.escape(name)}' is not a torch function that a tape can hold"):
+        again(bundle, model)
+
+
+DAMAGE: list[Any] = [
+    lambda tape: tape.update(rows="none"),
+    lambda tape: tape.update(random=[{}]),
+    lambda tape: tape.update(tensors=[1]),
+    lambda tape: tape.update(parameters=[99]),
+    lambda tape: tape["rows"].reverse(),
+    lambda tape: tape["rows"].append(tape["rows"][0]),
+    lambda tape: tape["rows"][0].update(number=-1),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$made": [10**6, 0]}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$weight": "9.weight"}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$saved": "no such"}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$outside": 99}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$function": "eval"}]}),
+    lambda tape: tape["rows"][-1].update(args=[1]),
+    lambda tape: tape["rows"][-1].update(kwargs=None),
+    lambda tape: tape["rows"][-1].update(place=[1, 2, 3]),
+    lambda tape: tape["rows"][-1].update(autocast="bfloat16"),
+    lambda tape: tape["rows"][-1].update(random=77),
+    lambda tape: [row.update(module="no.such") for row in tape["rows"] if "module" in row],
+    lambda tape: tape["losses"][0].update(roots=[1]),
+    lambda tape: tape["losses"][0].pop("last"),
+]
+
+
+@pytest.mark.parametrize("change", DAMAGE)
+def test_damage_is_said(change: Callable[[dict[str, Any]], Any], tmp_path: Path) -> None:
+    bundle, model = saved(divided, tmp_path)
+    with pytest.raises(BundleError, match="the torch calls of the step cannot be read"):
+        again(changed(bundle, change), model)
+
+
+def test_names_lead_back_to_the_function() -> None:
+    for function in (Tensor.div, Tensor.__getitem__, torch.where, F.cross_entropy, F.gelu, torch.einsum, torch.ones):
+        name = name_of_function(function)
+        assert name is not None
+        assert function_named(name) == function
+    assert function_named("torch.Tensor.T.__get__")(torch.ones(2, 3)).shape == (3, 2)
+    assert name_of_function(print) is None
+    assert name_of_function([]) is None
+
+
+def test_a_row_that_cannot_be_run_here_leaves_the_calls_of_the_model(tmp_path: Path) -> None:
+    bundle, model = saved(divided, tmp_path)
+
+    def sum_over_no_dimension(tape: dict[str, Any]) -> None:
+        (row,) = (each for each in tape["rows"] if each.get("function") == "torch.Tensor.sum")
+        row["args"]["$tuple"][1] = 99
+
+    bundle = changed(bundle, sum_over_no_dimension)
+    replayed = again(bundle, model)
+    assert replayed.status == 1
+    assert any("only the calls of the model were run again, not those around it" in note for note in replayed.notes)
+
+
+# ---- from end to end -------------------------------------------------------------------------------------------------
+
+PROGRAM = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(5):
+    x, weights = torch.randn(32, 8), torch.ones(32, 1)
+    if step == 3:
+        weights[4] = 0
+    loss = ((model(x) - x.sum(1, keepdim=True)) ** 2 / weights).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nanguard", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(nanguard.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_run_and_replay(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert command(tmp_path, "run", "--run-dir", "a", "train.py").returncode == 0
+    replayed = command(tmp_path, "replay", "a/incidents/0001")
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.startswith("reproduced: div_by_zero, div, train.py:10")
+    assert "only the calls of the model" not in replayed.stdout
+    explained = command(tmp_path, "explain", "a/incidents/0001")
+    assert explained.returncode == 0
+    assert "batch, tape" in explained.stdout
