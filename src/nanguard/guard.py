@@ -61,7 +61,7 @@ class Guard:
         diagnose: ``"auto"`` replays a bad step to say where it came from, fully for the first of a kind and briefly for
             repeats; ``"full"`` and ``"brief"`` always do so, ``"off"`` never.
         capture: what ``run_dir/incidents`` holds of a bad step: ``"none"`` nothing, ``"meta"`` what happened, without
-            data, ``"batch"`` also the batch and random states, ``"full"`` the weights too.
+            data, ``"batch"`` also batch, random states and torch calls, ``"full"`` the weights too.
         run_dir: where to write the run log, and snapshots that go to disk; None writes nothing.
         observers: objects that are told what happens, such as your own ``nanguard.Observer``.
         process_group: the ranks that train together; None is all of them.

@@ -33,9 +33,9 @@ def replay(
 ) -> None:
     """Run a non-finite step again, with the same data, random states and precision.
 
-    An incident of nanguard run needs no --entry: the program itself is run until it calls its model in that step, and
-    the model is called again with the saved inputs. If the weights were saved (--capture full), the first call is
-    enough.
+    An incident of nanguard run needs no --entry: the program itself is run until it calls its model in that step. Then
+    the saved calls of the step are made again, those of the model and those around it, as in a hand-written loss. If
+    the weights were saved (--capture full), the first call of the model is enough.
 
     With --entry, build() or build(seed) returns (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer,
     batches, loss_fn), or a dict of these; loss_fn(model, batch) returns the loss. For an incident of nanguard run,

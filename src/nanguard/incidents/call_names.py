@@ -61,6 +61,7 @@ def _functions() -> dict[str, Any]:
     for name in sorted(PROPERTIES):
         for access in ("__get__", "__set__") if name in ("data", "real", "imag") else ("__get__",):
             table[f"torch.Tensor.{name}.{access}"] = getattr(getattr(Tensor, name), access)
+    table["torch.autograd.grad"] = torch.autograd.grad
     table["torch.Tensor.requires_grad.__set__"] = getattr(Tensor.requires_grad, "__set__")  # noqa: B009
     return table
 

@@ -64,7 +64,7 @@ class _Calls(Observer):
                 hook.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        first = next(module.parameters(), None)
+        first = next((param for param in module.parameters() if param.requires_grad), None)  # not a frozen one
         is_call = self.depth == 0 and first is not None and torch.is_grad_enabled()
         self.depth += 1
         if not is_call or first is None or not (self.is_open or self.step == 0):
@@ -160,7 +160,10 @@ def _run(script: str, argv: Sequence[str], calls: _Calls) -> None:
     name = Path(script).name
     try:
         with _restored(), calls.listening(), contextlib.redirect_stdout(sys.stderr):
-            program.run()
+            try:
+                program.run()
+            finally:
+                autopilot.uninstall()  # it would tell of the step in which the program was ended
     except _Reached:
         return
     except (Exception, SystemExit) as error:
@@ -169,8 +172,6 @@ def _run(script: str, argv: Sequence[str], calls: _Calls) -> None:
                 f"{name} raised {told(error)}. Run the command in the folder in which the program was run, "
                 f"or {_NO_PROGRAM}"
             ) from error
-    finally:
-        autopilot.uninstall()
     raise ReplayError(f"{name} ended before step {calls.step:,} called its model: {_NO_PROGRAM}")
 
 
