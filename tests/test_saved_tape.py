@@ -395,6 +395,31 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+SEVERAL = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.ModuleDict({"inp": nn.Linear(8, 4), "out": nn.Linear(4, 8)})
+size, teacher = nn.Parameter(torch.ones(4)), nn.Linear(8, 8).requires_grad_(False)
+optimizer = torch.optim.Adam([*net.parameters(), size])
+for step in range(5):
+    x = torch.randn(16, 8)
+    target, h = teacher(x), net["inp"](x) * size
+    h = h / (h.norm(dim=-1, keepdim=True) * (step != 3))
+    optimizer.zero_grad()
+    (net["out"](h) - target).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_parts_of_a_model_that_are_called_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SEVERAL)
+    assert command(tmp_path, "run", "--run-dir", "a", "train.py").returncode == 0
+    replayed = command(tmp_path, "replay", "a/incidents/0001")
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.startswith("reproduced: division_by_near_zero_norm, div, train.py:10")
+
+
 def test_run_and_replay(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     assert command(tmp_path, "run", "--run-dir", "a", "train.py").returncode == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanguard.errors import BundleError
 from nanguard.incidents.files import INCIDENT, check_tensors, read_all, read_document, read_tree, rng_of_tree
-from nanguard.incidents.tape_reader import TAPE, tape_of_tree
+from nanguard.incidents.tape_reader import TAPE, modules_in, tape_of_tree
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.rebuild import built
 from nanguard.records.steps import Outcome, Reading
@@ -104,6 +104,11 @@ class Bundle:
             return tape_of_tree(self._contents[TAPE], tensors, model, fit)
         except _DAMAGE as error:
             raise BundleError(f"{self.path}: the torch calls of the step cannot be read: {_reason(error)}") from None
+
+    @property
+    def taped_modules(self) -> list[str]:
+        """The names of the modules that the step calls, in order, as often as it does. ``""`` is the model itself."""
+        return modules_in(self._contents.get(TAPE))
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, from before the step. Empty if they were left out."""

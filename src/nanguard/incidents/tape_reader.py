@@ -26,6 +26,13 @@ _FORMATS = {
 }
 
 
+def modules_in(data: Any) -> list[str]:
+    """The names of the modules that a saved tape calls with gradients on, in order."""
+    rows = data.get("rows") if isinstance(data, dict) else None
+    named = [row.get("module") for row in rows or () if isinstance(row, dict) and row.get("grad") is True]
+    return [name for name in named if type(name) is str]
+
+
 def tape_of_tree(
     data: Any, tensors: Mapping[str, Tensor], model: nn.Module, fit: Callable[[RngState], RngState]
 ) -> CallTape:

@@ -159,15 +159,20 @@ class _TapeWriter:
 
 
 def _names(tape: CallTape, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-    """Names of modules and of weights, by identity. If only one module is called, they begin inside it."""
-    called = {id(row.call.module): row.call.module for row in (Row(*raw) for raw in tape.rows.values()) if row.call}
+    """Names of modules and of weights, by identity. If only one module is called, they begin inside it.
+
+    Weights outside the modules that are called have none: whoever runs the program again finds these modules alone.
+    """
     inner = unwrapped(model)
+    calls = [row.call for row in (Row(*raw) for raw in tape.rows.values()) if row.call is not None]
+    parts = {id(module) for module in inner.modules()}
+    called = {id(module): module for module in (unwrapped(call.module or inner) for call in calls)}
+    called = {key: module for key, module in called.items() if key in parts}
     if len(called) == 1:
-        (only,) = called.values()
-        parts = {id(module) for module in inner.modules()}
-        inner = unwrapped(only) if only is not None and id(unwrapped(only)) in parts else inner
+        (inner,) = called.values()
     modules = {id(module): plain_name(name) for name, module in inner.named_modules()}
-    return modules, {id(tensor): name for name, tensor in named_weights(inner).items()}
+    owned = {id(each) for module in called.values() for each in (*module.parameters(), *module.buffers())}
+    return modules, {id(each): name for name, each in named_weights(inner).items() if id(each) in owned or not called}
 
 
 def _in_words(row: Row) -> str:

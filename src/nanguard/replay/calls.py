@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nanguard.state.names import unwrapped
 from nanguard.state.trees import is_float, tensors
 
 
@@ -38,6 +39,29 @@ def call_again(
         return torch.stack(parts).sum()
 
     return loss_fn
+
+
+class CalledModules(nn.Module):
+    """Several modules by the names that a tape has for them. It is never called itself."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            *above, last = name.split(".")
+            owner: nn.Module = self
+            for part in above:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.add_module(last, unwrapped(module))
+
+
+def called_modules(names: Sequence[str], modules: Sequence[nn.Module]) -> CalledModules | None:
+    """What was called, under the names of the calls on a tape. None if it is not clear which is which."""
+    known = dict(zip(names, modules, strict=False))
+    is_clear = len(names) == len(modules) and [id(known[name]) for name in names] == [id(each) for each in modules]
+    nested = [name for name in known for other in known if other != name and f"{other}.".startswith(f"{name}.")]
+    return CalledModules(known) if is_clear and "" not in known and not nested else None
 
 
 def _is_call(value: Any) -> bool:

@@ -20,7 +20,7 @@ from nanguard.autopilot.launch import LaunchedProgram
 from nanguard.errors import LaunchError, ReplayError
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.incidents.reader import Bundle
-from nanguard.replay.calls import call_again, calls_in, is_calls
+from nanguard.replay.calls import call_again, called_modules, calls_in, is_calls
 from nanguard.replay.entry import BuiltProgram, told
 from nanguard.replay.runs import header_of
 from nanguard.step.observers import Observer
@@ -118,9 +118,11 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
     script, step = program.script, program.step
     saved = bundle.batches()
     calls = calls_in(saved[0]) if saved and is_calls(saved[0]) else []
-    found = _Calls(step=step, number=max(1, len(calls)))
+    names = bundle.taped_modules
+    found = _Calls(step=step, number=len(calls) or len(names) or 1)
     _run(script, program.argv, found)
-    if len({id(module) for module in found.seen}) > 1:
+    model = found.seen[-1] if len({id(module) for module in found.seen}) == 1 else called_modules(names, found.seen)
+    if model is None:
         raise ReplayError(f"the step calls several models, so it is not clear which one to replay: {_NO_PROGRAM}")
     notes = [f"the model is that of {Path(script).name}, which was run again up to step {step:,}"]
     if "tape" not in bundle.captured:
@@ -132,7 +134,7 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
     if step and isinstance(policy, dict) and policy.get("ladder") != describe(patient_policy())["ladder"]:
         notes.append("the run had another policy; the steps before may have been answered otherwise")
     return BuiltProgram(
-        model=found.seen[-1],
+        model=model,
         loss_fn=call_again(*found.autocast, rng=found.rng),
         batches=None if calls else _Repeated([(found.args, found.kwargs)]),
         notes=tuple(notes),

@@ -17,7 +17,7 @@ from nanguard.errors import ProtocolError, ReplayError
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
-from nanguard.replay.calls import call_again, is_calls
+from nanguard.replay.calls import CalledModules, call_again, is_calls
 from nanguard.replay.entry import BuiltProgram, told
 from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
@@ -114,6 +114,8 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
     _set_modes(stage)
     _find_tape(stage)
     _find_batches(stage)
+    if isinstance(program.model, CalledModules):
+        stage.batches = {}
     if not stage.taped:
         _find_states(stage)
     _compare_surroundings(stage)
@@ -161,6 +163,8 @@ def _examine_tape(stage: Stage, optimizer: Any) -> Diagnosis | None:
             if found is not None:
                 return replace(found, capture="tape")
     except ReplayError as error:
+        if not stage.batches:
+            raise
         stage.notes.append(f"only the calls of the model were run again, not those around it: {error}")
     return None
 
