@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,11 @@ def without_gradient(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.einsum("ij,ij->i", out, (best - best).reciprocal().expand(4, 3)).sum()
 
 
+def unusual_arguments(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    same = torch.empty_like(out, memory_format=torch.contiguous_format, layout=torch.strided).zero_()
+    return ((out + same.to(out.dtype)) / np.float32(0)).real.sum(dim=[0, 1])
+
+
 KINDS: list[Any] = [
     divided,
     log_of_zero,
@@ -134,6 +140,7 @@ KINDS: list[Any] = [
     by_keywords,
     drawn,
     without_gradient,
+    unusual_arguments,
 ]
 COMPARED = ("cause", "op", "module", "phase", "because", "source", "capture")
 
@@ -202,6 +209,26 @@ def test_of_a_loop_with_a_guard_too(tmp_path: Path) -> None:
     bundle = load(found)
     replayed = replay(prepare(bundle, BuiltProgram(model=model, loss_fn=None)))
     assert told(replayed.diagnosis)[:3] == told(bundle.diagnosis)[:3] == ["div_by_zero", "div", ""]
+
+
+def test_what_ran_on_a_gpu_is_run_on_the_device_of_the_model(tmp_path: Path) -> None:
+    """Devices are objects, names, or in the name of the function."""
+
+    def loss_of(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        weights = torch.zeros(4, 3, device=torch.device("cpu"))
+        return (out.to("cpu") / weights.cpu()).mean()
+
+    bundle, model = saved(loss_of, tmp_path)
+    text = (bundle.path / INCIDENT).read_text()
+    for here, there in (
+        ('"$device": "cpu"', '"$device": "cuda:1"'),
+        ('"torch.Tensor.cpu"', '"torch.Tensor.cuda"'),
+        ('"cpu"\n', '"cuda"\n'),
+    ):
+        assert here in text
+        text = text.replace(here, there)
+    (bundle.path / INCIDENT).write_text(text)
+    assert again(load(bundle.path), model).status == 0
 
 
 # ---- what is left out, and why ---------------------------------------------------------------------------------------
@@ -323,6 +350,9 @@ DAMAGE: list[Any] = [
     lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$saved": "no such"}]}),
     lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$outside": 99}]}),
     lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$function": "eval"}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [{"$fields": {"__array_interface__": {}}}]}),
+    lambda tape: tape["rows"][-1].update(args={"$tuple": [[{"$lost": "a function"}]]}),
+    lambda tape: tape["rows"][-1].update(kwargs={"dim": {"$slice": [{"$set": []}, None, None]}}),
     lambda tape: tape["rows"][-1].update(args=[1]),
     lambda tape: tape["rows"][-1].update(kwargs=None),
     lambda tape: tape["rows"][-1].update(place=[1, 2, 3]),

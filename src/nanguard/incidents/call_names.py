@@ -14,6 +14,9 @@ from torch.overrides import get_overridable_functions
 from nanguard.step.tape import name_of, words
 from nanguard.step.tape_kinds import DRAWS, MAKES, PROPERTIES, ROW, kind_of
 
+PLAIN_ARGUMENTS = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
+"""Types of arguments that are written as they are."""
+
 _NAMESPACES: dict[str, Any] = {
     "torch.Tensor": Tensor,
     "torch": torch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from nanguard import _compat
-from nanguard.incidents.call_names import function_named
+from nanguard.incidents.call_names import PLAIN_ARGUMENTS, function_named
 from nanguard.incidents.files import rng_of_tree
 from nanguard.incidents.trees import Lost, restore
 from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
-from nanguard.state.trees import leaves
+from nanguard.state.trees import leaves, mapped
 from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape, Made, Outside, Row, SavedPosition, TapedLoss
 
 TAPE = "tape"
+_ACCELERATOR = re.compile(r"(cuda|mps|xpu|hpu|mtia)(:[0-9]{1,3})?")
 _PREFIX = f"{TAPE}."
+_ARGUMENTS = PLAIN_ARGUMENTS | {Made, Outside, type(Ellipsis), torch.layout, torch.memory_format}
 _LAYOUTS = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.layout)}
 _FORMATS = {
     str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.memory_format)
@@ -54,7 +57,9 @@ class _TapeReader:
         self._mine = {name.removeprefix(_PREFIX): each for name, each in tensors.items() if name.startswith(_PREFIX)}
         self._outside = self._from_outside(restore(data.get("tensors"), self._mine), data.get("parameters"))
         self._states = [fit(rng_of_tree(restore(each, self._mine))) for each in data["random"]]
+        self._device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self._makers: dict[str, Callable[[Any], Any]] = {
+            "$device": lambda content: self._here(torch.device(content)),
             "$made": self._made,
             "$outside": lambda content: self._outside[_index(content)],
             "$saved": lambda content: _token(self._saved[content]),
@@ -94,12 +99,25 @@ class _TapeReader:
         state = position, 0, told["grad"] is True, (dtype is not None, dtype), rng
         if "module" not in told:
             function = function_named(told.get("function"))
+            _check_arguments((args, kwargs))
+            if function is Tensor.cuda and self._device.type != "cuda":
+                function, args, kwargs = Tensor.to, (args[0], self._device), {}
+            args, kwargs = mapped((args, kwargs), self._named_here)
             return Row(function, list(args), kwargs, *state)
         if any(isinstance(leaf, Lost) for leaf in leaves((args, kwargs))):
             raise ValueError("an argument of a module was not saved")
         mode = dtype is not None, dtype or torch.bfloat16
         call = Call(args, kwargs, rng, mode, module=self._module(told["module"]), place=place)
         return Row(None, args, kwargs, *state, call)
+
+    def _here(self, device: torch.device) -> torch.device:
+        """The device of the model in the place of an accelerator that the model is not on."""
+        return device if device.type in ("cpu", "meta", self._device.type) else self._device
+
+    def _named_here(self, value: Any) -> Any:
+        """The same for a device that is given by its name; None for anything else."""
+        is_device = type(value) is str and _ACCELERATOR.fullmatch(value)
+        return self._here(torch.device(value)) if is_device else None
 
     def _module(self, name: Any) -> nn.Module | None:
         if name == "":
@@ -133,6 +151,20 @@ class _TapeReader:
         for place in map(_index, parameters or ()):
             held[place] = nn.Parameter(held[place].detach(), requires_grad=held[place].requires_grad)
         return [_token(each) for each in held]
+
+
+def _check_arguments(value: Any) -> None:
+    """Raises ``ValueError`` unless these are tensors and plain values: torch calls methods of other objects."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for child in value:
+            _check_arguments(child)
+    elif kind is dict:
+        _check_arguments(list(value.values()))
+    elif kind is slice:
+        _check_arguments([value.start, value.stop, value.step])
+    elif kind not in _ARGUMENTS and not (kind.__module__ == "numpy" and hasattr(kind, "dtype")):
+        raise ValueError(f"a torch function was given a {kind.__name__}")
 
 
 def _token(tensor: Any) -> Outside:

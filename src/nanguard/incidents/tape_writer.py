@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanguard.incidents.call_names import name_of_function
+from nanguard.incidents.call_names import PLAIN_ARGUMENTS, name_of_function
 from nanguard.incidents.files import BundleDraft, tree_of_rng
 from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
@@ -18,8 +18,6 @@ from nanguard.step.tape import CallTape, Drawn, Made, Outside, Row, TapedLoss, U
 
 RepeatableTape = Callable[[bool], tuple[CallTape, tuple[str, ...]]]
 """Gives what of a tape can be run again, and why the rest cannot be; with True, what modules were given is data."""
-
-_PLAIN = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
 def add_tape(draft: BundleDraft, repeatable: RepeatableTape, model: nn.Module, limit: int) -> None:
@@ -104,7 +102,7 @@ class _TapeWriter:
     def _value(self, value: Any) -> Any:
         """An argument of a torch function."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN_ARGUMENTS:
             return value
         if kind is tuple or kind is list:
             return kind(self._value(child) for child in value)
@@ -120,7 +118,7 @@ class _TapeWriter:
 
     def _leaf(self, value: Any) -> Any:
         """An argument of a module, in any container; None for one that is written as it is."""
-        return None if type(value) in _PLAIN else self._token(value)
+        return None if type(value) in PLAIN_ARGUMENTS else self._token(value)
 
     def _token(self, value: Any) -> Any:
         if isinstance(value, Made):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -323,8 +323,15 @@ def _find_tape(stage: Stage) -> None:
     program = stage.program
     if program.loss_fn is not None and not program.is_of_run:
         return
-    tape = stage.bundle.tape(program.model, lambda state: _fitting(state, stage.device))
+    states: list[RngState] = []
+
+    def fit(state: RngState) -> RngState:
+        states.append(state)
+        return _fitting(state, stage.device)
+
+    tape = stage.bundle.tape(program.model, fit)
     if tape is not None:
+        _note_gpu(stage, states)
         stage.taped, _ = microbatches(tape, named_weights(program.model).values(), stage.device)
 
 
@@ -333,9 +340,13 @@ def _find_states(stage: Stage) -> None:
     if not states:
         stage.notes.append(f"the bundle holds no random states ({stage.bundle.why_not('rng')}): dropout may differ")
         return
+    _note_gpu(stage, states)
+    stage.states = {place: _fitting(state, stage.device) for place, state in enumerate(states)}
+
+
+def _note_gpu(stage: Stage, states: Iterable[RngState]) -> None:
     if any(state.cuda is not None for state in states) and stage.device.type != "cuda":
         stage.notes.append("it ran on a GPU: its random numbers cannot be repeated on this device")
-    stage.states = {place: _fitting(state, stage.device) for place, state in enumerate(states)}
 
 
 def _fitting(state: RngState, device: torch.device) -> RngState:
