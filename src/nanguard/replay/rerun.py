@@ -19,6 +19,7 @@ from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.replay.calls import CalledModules, call_again, is_calls
 from nanguard.replay.entry import BuiltProgram, told
+from nanguard.replay.runs import header_of
 from nanguard.standalone import diagnose
 from nanguard.state.islands import Islands
 from nanguard.state.names import named_weights, plain_name, unwrapped
@@ -117,6 +118,11 @@ def prepare(bundle: Bundle, program: BuiltProgram) -> Stage:
     if isinstance(program.model, CalledModules):
         stage.batches = {}
     if not stage.taped:
+        if program.is_of_run and not all(map(is_calls, stage.batches.values())):
+            raise ReplayError(
+                "a framework called the model, and its batch alone is saved: give a function that builds model and "
+                "loss, --entry train.py:build"
+            )
         _find_states(stage)
     _compare_surroundings(stage)
     if program.loss_fn is None:
@@ -154,7 +160,8 @@ def _examine_tape(stage: Stage, optimizer: Any) -> Diagnosis | None:
     """Makes the torch calls of the step again. If they cannot be made here, the notes say so."""
     blamed = None if stage.bundle.diagnosis is None else stage.bundle.diagnosis.microbatch
     passes = [stage.taped[blamed]] if blamed is not None and blamed < len(stage.taped) else stage.taped
-    scale = None if stage.program.is_of_run else stage.loss_scale  # the program's own scaling is among the calls
+    is_of_program = stage.program.is_of_run or header_of(stage.bundle).get("script")
+    scale = None if is_of_program else stage.loss_scale  # what a program scales by is among the calls
     try:
         for micro in passes:
             enabled, dtype = micro.autocast
