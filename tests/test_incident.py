@@ -40,6 +40,7 @@ from nanguard.incidents.trees import Fields, Lost, flatten, restore
 from nanguard.records.steps import Action, Outcome, Reading, Verdict
 from nanguard.replay import explain
 from nanguard.state.rng import RngReader
+from nanguard.state.training_modes import TrainingModes
 from nanguard.step.pending import Microbatch, PendingStep
 from test_snapshot_disk import DTYPES, containers, identical, scalars
 
@@ -58,7 +59,7 @@ def step_on(*batches: Any, model: nn.Module | None = None, divisor: int = 0) -> 
     window = PendingStep(7, 2, 5, True, divisor or len(batches) or 1)
     rng_reader = RngReader(CPU)
     window.microbatches = [Microbatch(loss_fn, batch, rng_reader.now(), True) for batch in batches]
-    window.training = [] if model is None else [(module, module.training) for module in model.modules()]
+    window.training = TrainingModes([] if model is None else list(model.modules()))
     return window
 
 

@@ -26,6 +26,7 @@ from nanguard.incidents.reader import load
 from nanguard.records.steps import Action, Outcome, Reading, Verdict
 from nanguard.replay.entry import build
 from nanguard.state.rng import RngReader
+from nanguard.state.training_modes import TrainingModes
 from nanguard.step.pending import Microbatch, PendingStep
 
 PROGRAM = '''
@@ -219,7 +220,7 @@ def fail(
     if "seed" in options:
         torch.manual_seed(options["seed"])
     window.microbatches = [Microbatch(made.loss_fn, batch, rng_reader.now(), True) for batch in batches]
-    window.training = [(module, module.training) for module in made.model.modules()]
+    window.training = TrainingModes(list(made.model.modules()))
     window.microbatches[0].rng.restore(torch.device("cpu"))  # type: ignore[union-attr]
     precision, scale = options.get("precision", "fp32"), options.get("scale")
     loss_scale = None if scale is None else nanguard.LossScale(initial=scale)

@@ -14,6 +14,7 @@ from helpers import INF, differences, everything, loss_fn, make_batches, poisone
 from nanguard.errors import NonFiniteError
 from nanguard.hosted import step as hosted_step
 from nanguard.hosted.loop import HostedLoop
+from nanguard.recovery.recovery import Recovery
 from test_hosted import ACCUMULATE, STEPS, Batch, Net, Trainer, Window, plain, windows
 
 
@@ -150,6 +151,19 @@ def test_a_halt_is_raised_by_the_next_step() -> None:
         run.fit(steps[4:5])
     assert differences(before.state(), run.state()) == []
     assert run.num_skipped == 1
+
+
+def test_gradients_of_the_next_step_outlive_what_is_tried_for_the_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LateTrainer()
+    answer = Recovery.answer
+
+    def trying(recovery: Recovery, *args: Any) -> Any:
+        run.optimizer.zero_grad()  # as trials do, to have the memory
+        return answer(recovery, *args)
+
+    monkeypatch.setattr(Recovery, "answer", trying)
+    run.fit(with_nan(3))
+    assert differences(perfect(windows(), [3]).state(), run.state()) == []
 
 
 def test_a_scaler_makes_it_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

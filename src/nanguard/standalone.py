@@ -16,6 +16,7 @@ from nanguard.errors import ProtocolError
 from nanguard.policy.policy import Policy
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.state.names import unwrapped
+from nanguard.state.training_modes import TrainingModes
 from nanguard.step.assembly import assemble
 from nanguard.step.dry_run import DryRun, apart
 from nanguard.step.parts import StepParts
@@ -50,7 +51,7 @@ def diagnose(
     inner = unwrapped(model)
     parts = parts_of_step(inner, optimizer, precision, loss_scale)
     pending = PendingStep(0, 0, None, True, 1)
-    pending.training = [(module, module.training) for module in parts.modules]
+    pending.training = TrainingModes(parts.modules)
     own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
     micro = Microbatch(own, batch, None, reduce_gradients=True)
     parts.note_world(micro, 0)

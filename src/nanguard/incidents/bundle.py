@@ -378,6 +378,6 @@ def _brief(reading: Reading) -> dict[str, Any]:
 
 def _in_eval(pending: PendingStep | None, model: nn.Module) -> list[str]:
     """Names of the modules that were not in training mode when the step began."""
-    modes = {} if pending is None else {id(module): mode for module, mode in pending.training}
+    modes = {} if pending is None else pending.training.by_identity()
     named = unwrapped(model).named_modules()
     return [plain_name(name) for name, module in named if not modes.get(id(module), module.training)]

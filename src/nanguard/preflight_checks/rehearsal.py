@@ -27,6 +27,7 @@ from nanguard.source.modules import Modules
 from nanguard.standalone import parts_of_step
 from nanguard.state.names import unwrapped
 from nanguard.state.nonfinite import nonfinite_names
+from nanguard.state.training_modes import TrainingModes
 from nanguard.state.trees import mapped, named_tensors
 from nanguard.state.undo import Undo
 from nanguard.step.dry_run import DryRun
@@ -86,7 +87,7 @@ class Rehearsal:
     def pending(self, batch: Any) -> PendingStep:
         """A step on a copy of this batch, with the random states of now."""
         pending = PendingStep(0, 0, None, True, 1)
-        pending.training = [(module, module.training) for module in self.parts.modules]
+        pending.training = TrainingModes(self.parts.modules)
         micro = Microbatch(self._loss_fn, copied(batch), None, reduce_gradients=True)
         self.parts.note_world(micro, 0)
         pending.microbatches.append(micro)

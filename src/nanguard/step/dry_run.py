@@ -87,8 +87,7 @@ class DryRun:
         parts = self._parts
         parts.skippable.zero_grad()  # frees their memory, which the run needs
         with parts.again(pending), parts.state.untouched(parts.buffers):
-            for module, mode in pending.training:
-                module.training = mode
+            pending.training.restore()
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanguard.records.steps import APPLY, Action, Means, Outcome, Verdict
+from nanguard.state.training_modes import TrainingModes
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG, PendingStep
@@ -46,7 +47,7 @@ class Eager:
         parts = self._parts
         if not are_buffers_noted:
             parts.buffers.note_()
-        pending.training = [(module, module.training) for module in parts.modules]
+        pending.training = TrainingModes(parts.modules)
 
     def measure(self, pending: PendingStep) -> None:
         """Measures before ``finish``, for a host that clips in between. One sync; ``finish`` then makes none."""

@@ -16,11 +16,12 @@ from collections import deque
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanguard.errors import ProtocolError
 from nanguard.records.steps import APPLY, Action, Outcome, Verdict
 from nanguard.state.readback import AsyncReadback
+from nanguard.state.training_modes import TrainingModes
 from nanguard.state.undo import Undo
 from nanguard.step.measurement import MeasuredValues
 from nanguard.step.parts import StepParts
@@ -63,7 +64,7 @@ class Late:
 
     def is_verified(self) -> bool:
         """Whether all steps so far are known to be finite. Does not wait."""
-        return all(map(_can_be_judged, self._in_flight)) and not any(map(self._holds_latch, self._in_flight))
+        return all(map(can_be_judged, self._in_flight)) and not any(map(self._holds_latch, self._in_flight))
 
     def drop_in_flight(self) -> None:
         """The run is at another state now: the steps in flight count no more."""
@@ -76,7 +77,7 @@ class Late:
             pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
         self._note_schedule(pending)
         pending.num_states = parts.skippable.num_states()
-        pending.training = [(module, module.training) for module in parts.modules]
+        pending.training = TrainingModes(parts.modules)
 
     def _note_schedule(self, pending: PendingStep) -> None:
         schedule = self._parts.state.schedule
@@ -237,14 +238,14 @@ class Late:
         """Runs the steps of the wake in order, each with the random state, schedule and modes that it had."""
         parts, waiting = self._parts, deque(wake)
         rng, schedule = parts.state.rng_reader.now(), parts.state.schedule.note()
-        training = [(module, module.training) for module in parts.modules]
+        training = TrainingModes(parts.modules)
         try:
             while waiting:
                 self._run_one_again(waiting[0])
                 waiting.popleft()
         finally:
             rng.restore(parts.state.device)
-            _set_training(training)
+            training.restore()
             if not parts.state.schedule.is_ours:
                 parts.state.schedule.restore(schedule)
             parts.journal.lose_reruns(len(waiting))
@@ -253,7 +254,7 @@ class Late:
         parts = self._parts
         if not parts.state.schedule.is_ours and pending.schedule is not None:
             parts.state.schedule.restore(pending.schedule)
-        _set_training(pending.training)
+        pending.training.restore()
         with parts.again(pending) as again:
             self.note(again)
             parts.ranks.forget_()
@@ -263,11 +264,6 @@ class Late:
         self.finish(again)
 
 
-def _can_be_judged(pending: PendingStep) -> bool:
+def can_be_judged(pending: PendingStep) -> bool:
     """Whether its reading is on the host."""
     return pending.verdict is not None or (pending.readback is not None and pending.readback.has_arrived())
-
-
-def _set_training(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training

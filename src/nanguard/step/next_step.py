@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanguard.step.late import Late
+from nanguard.step.late import Late, can_be_judged
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.protocols import Responder
@@ -27,6 +27,13 @@ class NextStep(Late):
 
     def before(self) -> None:
         """Nothing is due yet: the host asks when the step is about to be applied."""
+
+    def measure(self, pending: PendingStep) -> None:
+        """The device is busy: the readings that have arrived are judged meanwhile."""
+        super().measure(pending)
+        for earlier in self._in_flight:
+            if can_be_judged(earlier):
+                self._judge(earlier)
 
     def finish(self, pending: PendingStep) -> None:
         is_latched = False
@@ -47,6 +54,7 @@ class NextStep(Late):
         # The next step has been computed. The bad one is examined with the buffers that both of them began with.
         parts = self._parts
         noted, computed = parts.buffers, parts.noted_buffers()
+        gradients = [(param, param.grad) for group in parts.skippable.groups() for param in group]
         noted.undo_()
         parts.buffers = parts.noted_buffers()
         try:
@@ -56,4 +64,6 @@ class NextStep(Late):
             self._was_skipped()
         if not is_elsewhere:
             computed.undo_()
+            for param, gradient in gradients:
+                param.grad = gradient
         return is_elsewhere

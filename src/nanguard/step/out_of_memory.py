@@ -57,8 +57,7 @@ def _from_its_beginning(
     parts: StepParts, mode: Mode, pending: PendingStep, last: Microbatch
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Runs all micro-batches of a step again."""
-    for module, training in pending.training:
-        module.training = training
+    pending.training.restore()
     pending.losses.clear()
     pending.flags.clear()
     pending.in_microbatch = False

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanguard.records.steps import Verdict
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.state.readback import PendingCopy
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
+from nanguard.state.training_modes import TrainingModes
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
 from nanguard.step.measurement import EMPTY_LAYOUT, Group, MeasuredValues, MeasurementLayout
@@ -90,7 +91,7 @@ class PendingStep:
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
-    training: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    training: TrainingModes = field(default_factory=TrainingModes)
     lrs: tuple[float | None, ...] = ()
     layout: MeasurementLayout = EMPTY_LAYOUT
     measured: MeasuredValues | None = None

@@ -1,0 +1,24 @@
+"""Which modules train and which evaluate. Noted at every step, so as quick as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class TrainingModes:
+    """``module.training`` of each of ``modules`` as it is now."""
+
+    __slots__ = ("_flags", "_noted")
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._noted = modules
+        self._flags = [module.training for module in modules]
+
+    def by_identity(self) -> dict[int, bool]:
+        return {id(module): flag for module, flag in zip(self._noted, self._flags, strict=True)}
+
+    def restore(self) -> None:
+        for module, flag in zip(self._noted, self._flags, strict=True):
+            module.training = flag
