@@ -42,6 +42,7 @@ LONG = frozenset(
         "test_so_it_does_on_the_device",
         "test_the_log_is_json_lines",
         "test_a_stateful_loader_goes_on_as_if_never_stored",
+        "test_parts_of_a_model_that_are_called_one_by_one",
     ]
 )
 """Each takes many seconds, mostly for new processes, and others try the same parts each time."""

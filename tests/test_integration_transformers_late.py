@@ -65,7 +65,11 @@ ARGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("args", ARGS, ids=str)
-@pytest.mark.parametrize("bad", [(), (0,), (3,), (3, 4), (2, 4, 5), (WINDOWS - 1,)], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [(2, 4, 5), (0, WINDOWS - 1), *(pytest.param(each, marks=pytest.mark.campaign) for each in [(), (3,), (3, 4)])],
+    ids=str,
+)
 def test_all_numbers_are_those_of_a_run_that_is_asked_at_once(
     tmp_path: Path, bad: tuple[int, ...], args: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

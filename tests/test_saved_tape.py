@@ -391,7 +391,9 @@ def test_a_row_that_cannot_be_run_here_leaves_the_calls_of_the_model(tmp_path: P
     bundle = changed(bundle, sum_over_no_dimension)
     replayed = again(bundle, model)
     assert replayed.status == 1
-    assert any("only the calls of the model were run again, not those around it" in note for note in replayed.notes)
+    assert any("only the calls of the model were run again, not those around it" in note for note in replayed.notes), (
+        replayed.notes
+    )
 
 
 # ---- from end to end -------------------------------------------------------------------------------------------------

@@ -50,7 +50,13 @@ THREADS = """
 """
 
 
-@pytest.mark.parametrize("bad", [[], [[1, 20], [2, 20], [2, 21], [3, 0]]], ids=["healthy", "faulty"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param([], marks=pytest.mark.campaign, id="healthy"),
+        pytest.param([[1, 20], [2, 20], [2, 21], [3, 0]], id="faulty"),  # one thread of it stays healthy
+    ],
+)
 def test_each_thread_is_guarded_as_if_it_were_alone(tmp_path: Path, bad: list[list[int]]) -> None:
     healthy = script(tmp_path, THREADS.replace("{BAD}", "[]"), "healthy.py")
     program = script(tmp_path, THREADS.replace("{BAD}", json.dumps(bad)))
