@@ -36,6 +36,9 @@ _DAMAGE = ("parameter_corrupted", "buffer_corrupted", "optimizer_state_corrupted
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 
 
+_WITHOUT_TAPE = "only the calls of the model were run again, not those around it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
     """``diagnosis`` is the new one, None if the step is finite. ``differs`` lists differences from the recorded one."""
@@ -172,7 +175,7 @@ def _examine_tape(stage: Stage, optimizer: Any) -> Diagnosis | None:
     except ReplayError as error:
         if not stage.batches:
             raise
-        stage.notes.append(f"only the calls of the model were run again, not those around it: {error}")
+        stage.notes.append(f"{_WITHOUT_TAPE}: {error}")
     return None
 
 
@@ -339,7 +342,8 @@ def _find_tape(stage: Stage) -> None:
     tape = stage.bundle.tape(program.model, fit)
     if tape is not None:
         _note_gpu(stage, states)
-        stage.taped, _ = microbatches(tape, named_weights(program.model).values(), stage.device)
+        stage.taped, obstacles = microbatches(tape, named_weights(program.model).values(), stage.device)
+        stage.notes += [f"{_WITHOUT_TAPE}: {obstacle}" for obstacle in obstacles[:1]]
 
 
 def _find_states(stage: Stage) -> None:
