@@ -43,6 +43,7 @@ LONG = frozenset(
         "test_the_log_is_json_lines",
         "test_a_stateful_loader_goes_on_as_if_never_stored",
         "test_parts_of_a_model_that_are_called_one_by_one",
+        "test_a_debugger_and_two_profilers_see_the_program_as_without_nanguard",
     ]
 )
 """Each takes many seconds, mostly for new processes, and others try the same parts each time."""

@@ -140,7 +140,7 @@ REST = {
         "meta_learning",
     ),
     *("polynomial", "rbm", "recurrent", "resume", "rotations", "siamese_trainer", "softmax_by_hand", "two_towers"),
-    *("unit_vectors",),
+    *("unit_vectors", "lstm_forecast", "logistic_regression", "fine_tune"),
 }
 """Run in the whole campaign only."""
 
