@@ -223,12 +223,22 @@ def chosen_without(by_horizon: Mapping[float, Mapping[str, Count]]) -> dict[str,
     return chosen
 
 
+def numbers(text: str) -> list[float]:
+    """Of the command line, separated by commas."""
+    return [float(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=fleet.FLEET / "runs")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--probe-every", type=int, default=fleet.PROBE_EVERY)
-    parser.add_argument("--horizons", default="", help="read again with these too, and leave out one family at a time")
+    parser.add_argument(
+        "--horizons",
+        type=numbers,
+        default=[],
+        help="read again with these too, such as 0.7,0.8, and leave out one family at a time",
+    )
     parser.add_argument("--kinds", default=",".join(KINDS), help="what may warn if horizons are compared")
     parser.add_argument("--measured", type=Path, help="a file of what the runs measured: read if there is one, or made")
     parser.add_argument("--out", type=Path)
@@ -244,8 +254,7 @@ def main() -> None:
     labels = {path.stem: fleet.load(path).RUN for path in sorted(args.runs.glob("*.py"))}
     lines = [*NAIVE, *signal_rows(recorded, labels)]
     if args.horizons:
-        horizons = [float(horizon) for horizon in args.horizons.split(",")]
-        lines += ["", *horizon_rows(recorded, labels, horizons, args.kinds.split(","))]
+        lines += ["", *horizon_rows(recorded, labels, args.horizons, args.kinds.split(","))]
     if args.out is not None:
         args.out.write_text("\n".join([*lines, ""]))
 

@@ -257,6 +257,9 @@ def main() -> None:
     wanted = [text for text in args.rows.split(",") if text]
     if wanted:
         rows = [row for row in rows if any(text in f"{row}" for text in wanted)]
+    if not rows:
+        names = ", ".join(repr(row.name) for row in ROWS if row.device == "cpu" or on_gpu)
+        parser.error(f"--rows {args.rows} matches no row that can be measured here; there are {names}")
     facts: dict[str, Any] = {**header(torch.device("cuda" if on_gpu else "cpu")), "method": METHOD, "rows": []}
     facts["command"] = facts["command"].replace("overhead.py", "run_overhead.py")
     slug = "-".join(facts["machine"].lower().replace("_", "-").split())

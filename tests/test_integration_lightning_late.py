@@ -99,6 +99,20 @@ def test_all_numbers_are_those_of_a_run_that_is_asked_at_once(
     assert [each.reading.step for each in asked.guard.incidents] == [each.reading.step for each in late.guard.incidents]
 
 
+def fit_without_logger(model: Net, *callbacks: Any) -> None:
+    """One epoch with a bad batch, in which nothing asks for the result of a step but the callbacks."""
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(poisoned(make_batches(NUMBER), 3), batch_size=None))
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_batches_wait_only_if_a_number_is_needed(tmp_path: Path, settled: list[int]) -> None:
     Run(make_batches(NUMBER), tmp_path, guard=GuardCallback(), model=Fused(), epochs=1)
@@ -106,16 +120,7 @@ def test_batches_wait_only_if_a_number_is_needed(tmp_path: Path, settled: list[i
     settled.clear()
 
     model, guard = Quiet(), GuardCallback()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[guard],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(model, torch.utils.data.DataLoader(poisoned(make_batches(NUMBER), 3), batch_size=None))
+    fit_without_logger(model, guard)
     assert len(settled) < NUMBER / 2, "only at the end of the epoch"
     assert guard.counts["skipped"] == 1
     assert model.schedule.last_epoch == NUMBER - 1
@@ -137,8 +142,7 @@ def test_a_callback_of_the_programs_own_can_ask(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_checkpoint_has_the_schedule_of_applied_steps(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
-    batches = poisoned(make_batches(NUMBER), 3)
-    Run(batches, tmp_path, guard=GuardCallback(), model=Quiet(), callbacks=[saves], epochs=1)
+    fit_without_logger(Quiet(), saves, GuardCallback())
     (path,) = (tmp_path / "saved").glob("*step=4.ckpt")
     saved = torch.load(path, weights_only=False)
     assert saved["lr_schedulers"][0]["last_epoch"] == 3

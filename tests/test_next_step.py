@@ -178,6 +178,12 @@ def test_a_scaler_makes_it_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.num_skipped == 0
 
 
+def test_what_is_no_function_is_refused_at_once() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="was_skipped must be a function without arguments, or None, got 5"):
+        HostedLoop(model, fused(model.parameters(), 0.01), was_skipped=5)  # type: ignore[arg-type]
+
+
 def test_several_optimizers_are_asked_at_once() -> None:
     model = Net()
     halves = list(model.parameters())[:2], list(model.parameters())[2:]

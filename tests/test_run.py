@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,11 +37,11 @@ TRAINS = """
 """
 
 
-def done(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def done(*command: str, cwd: Path, typed: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end. ``typed`` is what a user types; ``more`` are variables of its environment."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **more}
-    return subprocess.run(
-        [*command], cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8", check=False, timeout=300
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "encoding": "utf-8", "check": False, "timeout": 300}
+    return subprocess.run([*command], cwd=cwd, env=env, input=typed, **how)
 
 
 def script(folder: Path, code: str, name: str = "train.py") -> str:

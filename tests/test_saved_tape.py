@@ -444,21 +444,23 @@ for step in range(5):
 """
 
 
-def test_parts_of_a_model_that_are_called_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SEVERAL)
-    assert command(tmp_path, "run", "--run-dir", "a", "train.py").returncode == 0
-    replayed = command(tmp_path, "replay", "a/incidents/0001")
+def replayed_after_run(folder: Path, program: str, says: str) -> str:
+    """Runs a program with a fault, and replays it. What the replay prints begins with ``says``."""
+    (folder / "train.py").write_text(program)
+    assert command(folder, "run", "--run-dir", "a", "train.py").returncode == 0
+    replayed = command(folder, "replay", "a/incidents/0001")
     assert replayed.returncode == 0, replayed.stderr
-    assert replayed.stdout.startswith("reproduced: division_by_near_zero_norm, div, train.py:10")
+    assert replayed.stdout.startswith(says)
+    return replayed.stdout
+
+
+def test_parts_of_a_model_that_are_called_one_by_one(tmp_path: Path) -> None:
+    replayed_after_run(tmp_path, SEVERAL, "reproduced: division_by_near_zero_norm, div, train.py:10")
 
 
 def test_run_and_replay(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    assert command(tmp_path, "run", "--run-dir", "a", "train.py").returncode == 0
-    replayed = command(tmp_path, "replay", "a/incidents/0001")
-    assert replayed.returncode == 0, replayed.stderr
-    assert replayed.stdout.startswith("reproduced: div_by_zero, div, train.py:10")
-    assert "only the calls of the model" not in replayed.stdout
+    printed = replayed_after_run(tmp_path, PROGRAM, "reproduced: div_by_zero, div, train.py:10")
+    assert "only the calls of the model" not in printed
     explained = command(tmp_path, "explain", "a/incidents/0001")
     assert explained.returncode == 0
     assert "batch, tape" in explained.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pstats
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,19 +102,10 @@ def test_a_debugger_and_two_profilers_see_the_program_as_without_nanguard(tmp_pa
     program = script(tmp_path, WATCHED)
 
     def ran(*command: str) -> list[str]:
-        result = subprocess.run(
-            [*command, program],
-            cwd=tmp_path,
-            input="next\nprint('at', step)\ncontinue\n",
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        result = done(*command, program, cwd=tmp_path, typed="next\nprint('at', step)\ncontinue\n")
         assert result.returncode == 0, result.stderr
-        return [
-            line for line in result.stdout.splitlines() if line.removeprefix("(Pdb) ").startswith(("at", "seen", "["))
-        ]
+        lines = [line.removeprefix("(Pdb) ") for line in result.stdout.splitlines()]
+        return [line for line in lines if line.startswith(("at", "seen", "["))]
 
     plain = ran(*PYTHON)
     profiled = ran(sys.executable, "-m", "cProfile", "-o", "profile.out", *NANGUARD[1:], "--run-dir", "run")

@@ -41,8 +41,8 @@ log = logging.getLogger("nanguard")
 class ProgramMonitor:
     """One for a process. ``patches`` calls it whenever the program does something that matters here.
 
-    Several threads may train, each its own networks. What belongs to the step of a thread is kept for each; one of them
-    at a time writes a tape, or is traced.
+    Several threads may train, each its own networks. Each thread has its own step under way. Only one thread at a time
+    writes a tape or is traced.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,7 +72,7 @@ class ProgramMonitor:
 
     @property
     def is_aside(self) -> bool:
-        """Either of these: nothing is recorded now."""
+        """Whether nothing is recorded now: it is idle, or a backward pass is under way."""
         return bool(self._busy.depth) or self._is_closed or _compat_modes.is_in_backward() or _compat.is_capturing()
 
     @contextlib.contextmanager

@@ -70,10 +70,10 @@ class HostedLoop:
     non-finite, the step is skipped: ``call`` is not called, and buffers are put back. Each step costs one sync, since
     the host has to know whether it was applied.
 
-    A host that can do without that passes ``was_skipped``. If the optimizer is fused, on a GPU, and the only one, and
-    there is one process, no step syncs then: it is told as applied, the device itself skips it if it is bad, and
-    ``was_skipped`` is called before the next step is applied, or by ``settle``. Schedulers are put back by then; the
-    rest is the host's.
+    A host that can learn of a skipped step later passes ``was_skipped``. Then no step syncs, if there is one optimizer,
+    which is fused and on a GPU, and one process. Each step counts as applied at first. If it is bad, the device skips
+    it, and ``was_skipped`` is called before the next step is applied, or by ``settle``. By then schedulers have been
+    put back. The host puts back the rest.
 
     Args:
         model: the module that trains; DDP and ``torch.compile`` wrappers are fine.
@@ -85,7 +85,7 @@ class HostedLoop:
         diagnose: as for ``Guard``.
         capture: as for ``Guard``.
         first_step: the number of the first step; None reads it from the state of the optimizer.
-        was_skipped: called for a step that was told as applied and was not.
+        was_skipped: a function that is called for each step that counted as applied and was skipped.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class HostedLoop:
     ) -> None:
         for name, value in (("diagnose", diagnose), ("capture", capture)):
             check_choice(name, value)
+        if was_skipped is not None and not callable(was_skipped):
+            raise ValueError(f"was_skipped must be a function without arguments, or None, got {was_skipped!r}")
         several: tuple[Optimizer, ...] = as_tuple(optimizers)
         to_hold: tuple[LRScheduler, ...] = as_tuple(schedulers)
         self._program = joined_program()
@@ -236,7 +238,7 @@ class HostedLoop:
 
     @property
     def answers_later(self) -> bool:
-        """Whether steps are told as applied before that is known; see ``was_skipped``."""
+        """Whether a step counts as applied before that is known; see ``was_skipped``."""
         return any(hosted.sync == "late" for hosted in self._steps)
 
     def settle(self) -> None:

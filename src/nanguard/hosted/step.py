@@ -58,8 +58,8 @@ class HostedStep(UncheckedSteps):
 
     ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
     ``schedulers`` are those that the host advances: a rollback puts them back too. ``can_trace`` says whether the host
-    can run a step under a trace. With ``was_skipped``, a host that need not wait is told that a step was applied, and
-    if it was not, ``was_skipped`` is called before the next one is.
+    can run a step under a trace. With ``was_skipped``, a host that need not wait counts each step as applied, and
+    ``was_skipped`` is called for one that was not, before the next one is applied.
 
     The host calls ``before_forward``, ``after_forward``, ``measure`` if it changes gradients before the step, and
     ``step``. ``StepCoordinator`` does so for all optimizers of a run.

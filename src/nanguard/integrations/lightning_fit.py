@@ -174,9 +174,14 @@ class GuardedFit(SteppingGuard):
             self._unapplied.append(self._applied.pop())
             self._ended_badly = self._is_refused = True
 
+    @property
+    def _is_step_unknown(self) -> bool:
+        """Whether the step of this batch counts as applied, but may turn out to have been skipped."""
+        return self.halted is None and bool(self._applied) and self.loop.answers_later
+
     def settle(self) -> None:
-        """Between two steps: the rest of this batch needs to know whether its step was applied."""
-        if self.halted is None and self._applied and self.loop.answers_later:
+        """Waits until it is known whether the step of this batch was applied. Call it between two steps."""
+        if self._is_step_unknown:
             try:
                 self.loop.settle()
             except NonFiniteError as error:
@@ -184,7 +189,7 @@ class GuardedFit(SteppingGuard):
             self._put_back_logged()
 
     def _is_asked_for(self) -> bool:
-        """Whether something adds this step up, or shows it now: then it has to be known whether it was applied."""
+        """Whether something adds this step up or shows it now, so that it must be known whether it was applied."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         logged = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]
         if any(meta.on_epoch for meta in logged) or metrics_in(self._module):
@@ -212,7 +217,7 @@ class GuardedFit(SteppingGuard):
 
     def after_batch(self) -> None:
         """Before the other callbacks."""
-        if self._is_asked_for():
+        if self._is_step_unknown and self._is_asked_for():
             self.settle()
         self._put_back_logged()
         for callback in self._trainer.callbacks if self.is_held else ():

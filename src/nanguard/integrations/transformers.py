@@ -129,7 +129,7 @@ class TrainerGuard(AttachedGuard):
     ) -> None:
         """After each step, and after each epoch. ``loss_sum`` is over the steps since the last log."""
         trainer, is_new = self._trainer, self._is_new
-        was_last_skipped = self._take_late()  # the step before this one, of which the last call knew nothing yet
+        was_last_skipped = self._take_late()  # the step before this one: it was not known yet in the last call
         if not is_new or is_asked_for(trainer.control):
             self._settle()
         is_skipped = self._take_late() or (is_new and (self.loop.was_refused or self.halted is not None))
@@ -178,7 +178,7 @@ class TrainerGuard(AttachedGuard):
         trainer = self._trainer
         check_supported(trainer.accelerator, "nanguard.integrations.transformers.attach")
         scheduler = plain_scheduler(trainer.lr_scheduler)
-        can_wait = scheduler is not None and not collected(trainer)  # else only at once can it be put back
+        can_wait = scheduler is not None and not collected(trainer)  # these can only be put back at once
         self._loop = loop = HostedLoop(
             model,
             plain_optimizer(trainer.optimizer),
@@ -197,7 +197,7 @@ class TrainerGuard(AttachedGuard):
         return inner
 
     def _was_skipped(self) -> None:
-        """A step that was told as applied."""
+        """A step that counted as applied was skipped."""
         self._is_late = True
 
     def _take_late(self) -> bool:

@@ -17,6 +17,7 @@ class TrainingModes:
         self._flags = [module.training for module in modules]
 
     def by_identity(self) -> dict[int, bool]:
+        """The flag of each module, by ``id(module)``."""
         return {id(module): flag for module, flag in zip(self._noted, self._flags, strict=True)}
 
     def restore(self) -> None:

@@ -1,8 +1,9 @@
 """The device decides, and the host learns of a step when the next one has been computed, before it is applied.
 
-By then the device has a whole step of work queued, so waiting for the answer leaves no gap. Unlike with ``Late``, no
-good step runs into the latch of a bad one, so nothing has to be run again. This is for loops of frameworks: what they
-did in between because they took the step for applied (the schedule, sums of losses) is put back before it is used.
+By then the device has a whole step of work queued, so it never runs empty while the host waits. Unlike with ``Late``,
+the latch of a bad step is cleared before the next step reads it, so nothing has to be run again. This is for loops of
+frameworks. Until the host knows, they count the step as applied. What they did for it (the schedule, sums of losses) is
+put back before it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NextStep(Late):
         """Nothing is due yet: the host asks when the step is about to be applied."""
 
     def measure(self, pending: PendingStep) -> None:
-        """The device is busy: the readings that have arrived are judged meanwhile."""
+        """Measures on the device. While it is busy, readings of earlier steps that have arrived are judged."""
         super().measure(pending)
         for earlier in self._in_flight:
             if can_be_judged(earlier):
@@ -40,10 +41,10 @@ class NextStep(Late):
         while self._in_flight:
             is_latched = is_latched or self._holds_latch(self._in_flight[0])
             is_elsewhere = self._hear()
-            if is_elsewhere:  # the gradients of this step are of another past
+            if is_elsewhere:  # a rollback: the gradients of this step belong to weights that are gone
                 self._parts.journal.lose(1)
                 return
-        if is_latched and pending.on_device is not None:  # what was measured for this step went with the latch
+        if is_latched and pending.on_device is not None:  # clearing the latch has cleared its flag for this step too
             pending.on_device = pending.on_device._replace(skip=self._raise_latch_(pending))
         super()._note_schedule(pending)
         super().finish(pending)
