@@ -201,7 +201,12 @@ def recorders() -> list[tuple[Any, str]]:
 _KINDS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _RECORDING_MODES = () if _KINDS is None else (_KINDS.FAKE, _KINDS.PROXY, _KINDS.FUNCTIONAL)
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_is_tracing, _num_dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_is_key_included, _is_dynamo_compiling = (
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch.compiler.is_dynamo_compiling,
+)
+_compiler: Any = torch.compiler
 
 
 def is_recording() -> bool:
@@ -210,15 +215,15 @@ def is_recording() -> bool:
     True inside ``torch.compile``, ``torch.jit.trace`` (also for ``SummaryWriter.add_graph`` and ONNX),
     ``torch.export``, ``make_fx``, ``torch.fx.symbolic_trace``, and with fake tensors. Does not sync.
     """
-    if _is_compiling():  # first: under torch.compile the rest is not even traced
+    if _is_dynamo_compiling():  # first: under torch.compile the rest is not even traced
         return True
-    if _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
+    if _compiler._is_compiling_flag or _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
         return True
     mode_of: Any = torch._C._get_dispatch_mode
-    if torch._C._len_torch_dispatch_stack() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
+    if _num_dispatch_modes() and any(mode_of(kind) is not None for kind in _RECORDING_MODES):
         return True
     mode_of = torch._ops._get_dispatch_mode_pre_dispatch  # torch sets a key while there is any
-    return torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH) and mode_of(_KINDS.PROXY) is not None
+    return _is_key_included(_BEFORE_DISPATCH) and mode_of(_KINDS.PROXY) is not None
 
 
 def is_exporting() -> bool:
@@ -298,12 +303,6 @@ def sequence_nr(node: Any) -> int | None:
 def is_view(op: Any) -> bool:
     """Whether an op gives a view of what it takes."""
     return bool(getattr(op, "is_view", False)) or op.namespace == "prim"
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured. Never initializes CUDA."""
-    cuda: Any = torch.cuda
-    return bool(cuda._initialized and cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def schema_arguments(op: Any) -> Any:

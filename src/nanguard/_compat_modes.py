@@ -135,6 +135,15 @@ def is_in_backward() -> bool:
 _current_pass: Any = torch._C._current_graph_task_id
 
 
+_cuda: Any = torch.cuda
+_is_in_bad_fork, _is_stream_capturing = _cuda._is_in_bad_fork, torch._C._cuda_isCurrentStreamCapturing
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured. Never initializes CUDA."""
+    return bool(_cuda._initialized and not _is_in_bad_fork() and _is_stream_capturing())
+
+
 def leave_mode(mode: Any) -> None:
     """Leaves a dispatch mode, below those that the program has entered since: ``__exit__`` alone would leave theirs."""
     if not any(each is mode for each in _get_current_dispatch_mode_stack()):

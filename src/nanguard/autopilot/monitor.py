@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat, _compat_modes
+from nanguard import _compat_modes
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
@@ -63,7 +63,7 @@ class ProgramMonitor:
     @property
     def is_idle(self) -> bool:
         """Whether to ignore what happens now: our own work, a worker process, a CUDA graph that is being captured."""
-        return self._busy.depth > 0 or self._is_closed or _compat.is_capturing()
+        return self._busy.depth > 0 or self._is_closed or _compat_modes.is_capturing()
 
     @property
     def is_nested(self) -> bool:
@@ -73,7 +73,7 @@ class ProgramMonitor:
     @property
     def is_aside(self) -> bool:
         """Whether nothing is recorded now: it is idle, or a backward pass is under way."""
-        return bool(self._busy.depth) or self._is_closed or _compat_modes.is_in_backward() or _compat.is_capturing()
+        return self.is_idle or self.is_nested
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -343,7 +343,7 @@ class ProgramMonitor:
 
     def _random_states(self) -> RngState | None:
         hosted = self.registry.hosted_steps  # while a graph is captured they cannot be read
-        return None if _compat.is_capturing() else hosted[0].random_states() if hosted else states_now()
+        return None if _compat_modes.is_capturing() else hosted[0].random_states() if hosted else states_now()
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""

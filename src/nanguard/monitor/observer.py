@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.monitor.agreement import Agreement
 from nanguard.monitor.pace import FIRST_EVERY, Pace
 from nanguard.monitor.probe import Measured, Probe, gathered, read
@@ -154,7 +154,7 @@ class Monitor(Observer):
 
     def on_open(self, step: int) -> None:
         self._disarm()
-        if _is_capturing():
+        if _compat_modes.is_capturing():
             return
         if self._agreement is not None:
             self._agreement.collect()
@@ -347,7 +347,3 @@ def _is_like(moment: Any, param: nn.Parameter) -> bool:
 
 def _is_compiled(model: nn.Module) -> bool:
     return any(_compat.is_compiled(module) for module in model.modules())
-
-
-def _is_capturing() -> bool:
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

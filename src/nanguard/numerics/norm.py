@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 
 _MANY = 1 << 16
 _SMALL = {"cpu": 1 << 11, "cuda": 1 << 16}
@@ -109,7 +109,7 @@ class NormWriter:
         sizes = [t.numel() for t in tensors]
         if sizes == self._sizes:
             return bool(self._small)
-        if _compat.is_capturing():
+        if _compat_modes.is_capturing():
             return False
         device = tensors[0].device
         limit = _SMALL.get(device.type, 0)

@@ -57,7 +57,7 @@ class RngReader:
         cuda = None
         if self._generator is not None:  # two numbers are all of its state, and quicker to read than the tensor of it
             cuda = (self._generator.initial_seed(), self._generator.get_offset())
-        return RngState(torch.get_rng_state(), cuda, _host_state() if look else None)
+        return RngState(torch.default_generator.get_state(), cuda, _host_state() if look else None)
 
     def compare(self, before: RngState) -> None:
         """Tells whether the step that just ran drew from Python's or NumPy's generator."""

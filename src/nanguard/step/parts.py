@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard import _compat_modes
 from nanguard.errors import NonFiniteError
 from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
@@ -325,7 +326,7 @@ class StepParts:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
-        return self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return _compat_modes.is_capturing()
 
     def leaving_no_trace(self) -> LeavingNoTrace:
         """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
