@@ -27,7 +27,7 @@ from nanguard.diagnosis.trace import Trace, forward_op
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Reading
-from nanguard.source.frames import Place, user_files
+from nanguard.source.frames import Place, calling_line, user_files
 from nanguard.source.modules import Modules
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -67,6 +67,17 @@ class GraphFinding:
     data: str
     became_nan: bool
     backward_at: Place | None
+
+
+def examine_if_bad(losses: Sequence[Tensor]) -> GraphFinding | None:
+    """For every backward pass on a CPU: None at once if all losses are finite. Elsewhere looking would mean waiting."""
+    if all(loss.device.type == "cpu" for loss in losses) and any(map(_is_bad, losses)):
+        return examine_graph(losses, calling_line())
+    return None
+
+
+def _is_bad(loss: Tensor) -> bool:
+    return loss.numel() == 1 and not loss.is_complex() and not math.isfinite(loss.item())
 
 
 def examine_graph(losses: Iterable[Tensor], backward_at: Place | None) -> GraphFinding | None:

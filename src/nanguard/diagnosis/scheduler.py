@@ -24,7 +24,7 @@ from nanguard.diagnosis.search import BURST, SHARE
 from nanguard.diagnosis.trials import with_shown_samples
 from nanguard.records.diagnosis import Diagnosis, Fix
 from nanguard.records.steps import Reading
-from nanguard.source.frames import calling_line, source_of
+from nanguard.source.frames import source_of
 from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
@@ -89,9 +89,7 @@ class DiagnosisScheduler:
 
     def before_backward(self, loss: Tensor) -> Any:
         """The finding in the graph of a bad loss. None on a GPU: looking at the loss would sync."""
-        if self._parts.state.device.type != "cpu":
-            return None
-        return graph_probe.examine_graph([loss], calling_line())
+        return graph_probe.examine_if_bad([loss])
 
     def after_backward(self, loss: Tensor) -> Any:
         """The result of a step that was traced; None if it was not."""

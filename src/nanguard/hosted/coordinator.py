@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from nanguard import _compat, _compat_modes
-from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.diagnosis.graph_probe import examine_if_bad
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
-from nanguard.source.frames import calling_line
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.tape import CallTape
 from nanguard.step.tape_recorder import TapeRecorder
@@ -90,15 +88,8 @@ class StepCoordinator:
         return seen
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
-        """Before the graph is freed. On a CPU only: elsewhere looking would mean waiting."""
-        for loss in losses:
-            if loss.device.type != "cpu":
-                return
-        for loss in losses:
-            if not math.isfinite(loss.item()):
-                found = examine_graph(losses, calling_line())
-                self.iteration.graph_finding = found or self.iteration.graph_finding
-                return
+        """Before the graph is freed."""
+        self.iteration.graph_finding = examine_if_bad(losses) or self.iteration.graph_finding
 
     def step(self, hosted: HostedStep, call: Step | None) -> Any:
         """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned."""
