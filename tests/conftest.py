@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanguard.hosted import step as hosted_step
+
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are all here, and names of hosts may lead elsewhere
 
@@ -94,3 +96,12 @@ def traced_ops(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
     monkeypatch.setattr(live, "Trace", Counted)
     return seen
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host hears of a step later. Fused optimizers of a CPU skip steps by a flag as those of a GPU do."""
+    choose = hosted_step.choose_sync
+    monkeypatch.setattr(
+        hosted_step, "choose_sync", lambda sync, parts: choose("late" if sync == "auto" else sync, parts)
+    )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import differences, make_batches, poisoned
-from nanguard.hosted import step as hosted_step
 from nanguard.policy.rungs import Halt, Skip
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -22,14 +21,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from nanguard.integrations.lightning import GuardCallback  # noqa: E402
 from nanguard.integrations.lightning_fit import GuardedFit  # noqa: E402
 from test_integration_lightning import NUMBER, Batch, Net, Run, pytestmark  # noqa: E402, F401
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = hosted_step.choose_sync
-    monkeypatch.setattr(
-        hosted_step, "choose_sync", lambda sync, parts: choose("late" if sync == "auto" else sync, parts)
-    )
 
 
 class Fused(Net):

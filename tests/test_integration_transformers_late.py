@@ -9,7 +9,6 @@ import pytest
 
 import nanguard
 from helpers import differences
-from nanguard.hosted import step as hosted_step
 from nanguard.policy.rungs import Halt, Skip
 
 pytest.importorskip("transformers")
@@ -26,14 +25,6 @@ from test_integration_transformers import (
     samples,
     state_of,
 )
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = hosted_step.choose_sync
-    monkeypatch.setattr(
-        hosted_step, "choose_sync", lambda sync, parts: choose("late" if sync == "auto" else sync, parts)
-    )
 
 
 def data_with_nan(bad: tuple[int, ...], accumulate: int) -> list[Sample]:

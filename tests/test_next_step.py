@@ -12,7 +12,6 @@ from torch import nn
 import nanguard
 from helpers import INF, differences, everything, loss_fn, make_batches, poisoned
 from nanguard.errors import NonFiniteError
-from nanguard.hosted import step as hosted_step
 from nanguard.hosted.loop import HostedLoop
 from nanguard.recovery.recovery import Recovery
 from test_hosted import ACCUMULATE, STEPS, Batch, Net, Trainer, Window, plain, windows
@@ -23,12 +22,8 @@ def fused(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused optimizers of a CPU skip steps by a flag as those of a GPU do: all but the sync is the same."""
-    choose = hosted_step.choose_sync
-    monkeypatch.setattr(
-        hosted_step, "choose_sync", lambda sync, parts: choose("late" if sync == "auto" else sync, parts)
-    )
+def always_as_on_a_gpu(as_on_a_gpu: None) -> None:
+    pass
 
 
 class LateTrainer(Trainer):

@@ -40,7 +40,7 @@ class Careful(nn.Module):
 how = sys.argv[1]
 torch.manual_seed(0)
 model = Careful()
-optimizer = torch.optim.Adam(model.parameters())
+optimizer = torch.optim.Adam(model.parameters(), fused="fused" in sys.argv)
 
 def loss_of(i, out):
     if how == "BCELoss":
@@ -101,10 +101,15 @@ ERRORS: dict[str, tuple[type[BaseException], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
 @pytest.mark.parametrize("how", ERRORS)
-def test_an_error_that_ends_the_program_is_explained(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_an_error_that_ends_the_program_is_explained(
+    sync: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if sync == "late":
+        request.getfixturevalue("as_on_a_gpu")
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["train.py", how])
+    monkeypatch.setattr(sys, "argv", ["train.py", how, "fused" if sync == "late" else ""])
     program = compile(SCRIPT, str(file), "exec")
     kind, said = ERRORS[how]
     names: dict[str, Any] = {"__name__": "__main__"}

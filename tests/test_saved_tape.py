@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import nanguard
+from nanguard.autopilot.entry import begin
 from nanguard.errors import BundleError
+from nanguard.hosted.settings import Settings
 from nanguard.incidents import bundle as bundle_module
 from nanguard.incidents.bundle import folders
 from nanguard.incidents.call_names import function_named, name_of_function
@@ -27,6 +30,7 @@ from nanguard.incidents.files import INCIDENT
 from nanguard.incidents.reader import Bundle, load
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.replay.entry import BuiltProgram
+from nanguard.replay.program import from_program, program_of
 from nanguard.replay.rerun import Replayed, prepare, replay
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -464,3 +468,17 @@ def test_run_and_replay(tmp_path: Path) -> None:
     explained = command(tmp_path, "explain", "a/incidents/0001")
     assert explained.returncode == 0
     assert "batch, tape" in explained.stdout
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_steps_in_flight_do_not_hide_the_model_of_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM.replace("lr=1e-2", "lr=1e-2, fused=True"))
+    with begin(Settings(run_dir=tmp_path / "a", script=str(file))):
+        runpy.run_path(str(file))
+    (found,) = folders(tmp_path / "a")
+    bundle = load(found)
+    replayed = replay(prepare(bundle, from_program(bundle, program_of(bundle))))
+    assert replayed.status == 0, replayed.differs
+    assert replayed.diagnosis is not None
+    assert replayed.diagnosis.cause == "div_by_zero"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -124,7 +123,7 @@ def _script(target: str) -> tuple[bytes, dict[str, Any]]:
             raise LaunchError(f"{target} is a folder without a __main__.py: give the script to run")
         path /= "__main__.py"
     try:
-        source = io.FileIO(path).read()
+        source = path.read_bytes()
     except OSError as error:
         raise LaunchError(f"cannot open {target}: {error.strerror}") from None
     file = str(path.absolute())

@@ -149,8 +149,7 @@ class HostedStep(UncheckedSteps):
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
         self._are_scaled = False
-        self._has_called = False
-        """Whether a module was called since the step was opened."""
+        self._has_called = False  # a module, since the step was opened
 
     def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
         """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
@@ -221,9 +220,11 @@ class HostedStep(UncheckedSteps):
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
+        pending = self._pending()
         self.engine.settle()
+        self.parts.begin(pending)  # it is still open, and its buffers are noted
         self.forbid_tracing()
-        end_in_the_middle(self._pending(), this, self._discarded, error, taper)
+        end_in_the_middle(pending, this, self._discarded, error, taper)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
@@ -322,12 +323,10 @@ class HostedStep(UncheckedSteps):
         """Another optimizer of the same iteration was refused, so this one is skipped too."""
         self.num_calls += 1
         self.was_applied = False
-        pending, parts = self.parts.pending, self.parts
         self.put_back()
         loss = float(this.losses[-1]) if this.losses else math.nan
-        step = parts.num_steps if pending is None else pending.step
+        parts, step, rates = self.parts, self._pending().step, self.parts.state.schedule.known_rates
         parts.num_steps += 1
-        rates = parts.state.schedule.known_rates
         parts.journal.record_skipped_with_others(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=rates))
         self.open()
 

@@ -71,10 +71,10 @@ def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "ladder", counted
     if outcome.rerun:
         yield "in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"
-    if outcome.lost and outcome.is_rollback:
-        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and count no more"
-    elif outcome.lost:
-        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and count as skipped"
+    if outcome.lost:
+        count = "counts" if outcome.lost == 1 else "count"
+        now = f"{count} no more" if outcome.is_rollback else f"{count} as skipped"
+        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and {now}"
 
 
 def _cause(outcome: Outcome) -> str:

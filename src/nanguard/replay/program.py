@@ -40,6 +40,7 @@ class _Calls(Observer):
     step: int
     number: int
     is_open: bool = False
+    is_reached: bool = False
     depth: int = 0
     seen: list[nn.Module] = field(default_factory=list)
     autocast: tuple[str, torch.dtype, bool] = ("cpu", torch.bfloat16, False)
@@ -48,8 +49,9 @@ class _Calls(Observer):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def on_open(self, step: int) -> None:
-        self.is_open = step >= self.step
-        self.seen.clear()
+        if not self.is_reached:  # steps in flight are heard of after the end
+            self.is_open = step >= self.step
+            self.seen.clear()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -73,7 +75,7 @@ class _Calls(Observer):
         if len(self.seen) == self.number:
             kind = first.device.type
             self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-            self.rng, self.args = torch.get_rng_state(), args
+            self.rng, self.args, self.is_reached = torch.get_rng_state(), args, True
             raise _Reached
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
