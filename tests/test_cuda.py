@@ -455,26 +455,40 @@ def test_a_captured_step_is_replayed_inside_an_epoch_and_goes_back() -> None:
     assert guard.can_save()
 
 
+def left_out(batches: list[Any], model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """A step of a program that throws every other pass away."""
+    opt.zero_grad()
+    for place, batch in enumerate(batches):
+        loss = loss_fn(model, batch)
+        if place % 2:
+            loss.backward()
+    opt.step()
+
+
 def test_forward_passes_that_are_left_out_cost_no_sync() -> None:
-    """The program throws one pass in three away, and what that has done to buffers is put back on the device."""
-    good, bad = make_batches(1, device="cuda")[0], poisoned(make_batches(1, device="cuda"), 0)[0]
-
-    def make_step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
-        opt.zero_grad()
-        for batch in (bad, good, bad, good, bad):
-            loss = loss_fn(model, batch)
-            if batch is good:
-                loss.backward()
-        opt.step()
-
+    batches = make_batches(5, device="cuda")
     with nanguard.install(sync="late") as autopilot:
         model, opt = build(FUSED["AdamW"], device="cuda")
         for _ in range(4):
-            make_step(model, opt)
+            left_out(batches, model, opt)
         with syncs_are_errors():
             for _ in range(4):
-                make_step(model, opt)
+                left_out(batches, model, opt)
         assert autopilot.unsound() == ()
     assert not autopilot.incidents
     assert autopilot.counts["applied"] == 8
+
+
+def test_bad_passes_that_are_left_out_are_explained_and_their_buffers_put_back() -> None:
+    batches = poisoned(make_batches(5, device="cuda"), 0, 2, 4)
+    with nanguard.install(sync="late") as autopilot:
+        model, opt = build(FUSED["AdamW"], device="cuda")
+        for _ in range(8):
+            left_out(batches, model, opt)
+        assert autopilot.unsound() == ()
+    assert autopilot.counts["applied"] == 8
     assert model.norm.num_batches_tracked == 16
+    first = autopilot.incidents[0]
+    assert first.outcome.did == "the program left this batch out itself"
+    assert first.diagnosis is not None
+    assert first.diagnosis.cause == "input_nonfinite"

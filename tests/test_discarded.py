@@ -276,6 +276,23 @@ def test_a_guarded_loop_that_leaves_a_bad_batch_out(sync: Any, accumulate: int, 
     assert guard.counts["applied"] == 6 // accumulate
 
 
+@pytest.mark.parametrize("how", ["under the autopilot", "in a guarded loop"])
+@pytest.mark.parametrize("sync", FUSED)
+def test_a_batch_that_is_left_out_is_explained(sync: Any, how: str) -> None:
+    batches = poisoned(make_batches(8), 0, 3, 4)
+    if how == "under the autopilot":
+        with nanguard.install(sync=sync) as autopilot:
+            trained(batches, fused=FUSED[sync])
+        incidents = autopilot.incidents
+    else:
+        guard, _ = own_loop(batches, sync=sync, in_epoch=True)
+        incidents = guard.incidents
+    assert [incident.outcome.did for incident in incidents] == ["the program left this batch out itself"] * 3
+    first = incidents[0].diagnosis
+    assert first is not None
+    assert (first.cause, first.op) == ("input_nonfinite", "addmm")
+
+
 def test_a_validation_after_a_batch_that_was_left_out() -> None:
     bad = poisoned(make_batches(3), 2)
     guard, _ = own_loop(bad[:2])

@@ -192,7 +192,7 @@ class Guard:
         pending = self._parts.pending
         if pending is None or pending.rerunnable or not pending.losses:
             raise ProtocolError("guard.update() was called before guard.backward(): there are no gradients to apply")
-        self._engine.finish(pending)
+        self._engine.update(pending)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replays a CUDA graph that holds one guarded step, and counts it. Does not sync.

@@ -37,7 +37,6 @@ from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
-from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -131,7 +130,6 @@ class HostedStep(UncheckedSteps):
             host_advances=bool(schedulers),
         )
         self.examinations = self.recovery.examinations
-        self._discarded = DiscardedPasses(self.parts, self.recovery)
         self.examinations.advice = _ADVICE
         self.examinations.last_advice = _LAST_ADVICE if can_trace and not settings.trace else "none known"
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
@@ -214,9 +212,7 @@ class HostedStep(UncheckedSteps):
 
     def look_for_discarded(self, this: Iteration) -> None:
         """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
-        is_part = len(this.losses) > 1
-        if self.sync == "eager":  # else the host must not wait
-            self._discarded.look_for(self._pending(), this.calls, is_part=is_part)
+        self.engine.look_for_discarded(self._pending(), this.calls, is_part=len(this.losses) > 1)
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
@@ -224,7 +220,7 @@ class HostedStep(UncheckedSteps):
         self.engine.settle()
         self.parts.begin(pending)  # it is still open, and its buffers are noted
         self.forbid_tracing()
-        end_in_the_middle(pending, this, self._discarded, error, taper)
+        end_in_the_middle(pending, this, self.engine.discarded, error, taper)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
@@ -380,7 +376,7 @@ class HostedStep(UncheckedSteps):
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
         if len(good) in (0, len(losses)) or self.has_bad_gradients():
             return losses
-        self._discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
+        self.engine.discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
         return good
 
     def _follow_scaler(self) -> None:

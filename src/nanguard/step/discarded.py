@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from nanguard.errors import NanguardError
 from nanguard.numerics.finite import nonfinite
 from nanguard.records.steps import Found, Reading
+from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
@@ -33,6 +35,9 @@ _LONGEST = 160
 _MOST_IN_VAIN = 3
 """``loss_fn`` is run again after an error at most so many times without a result: it may raise for other reasons."""
 
+_MOST_ASKED = 16
+"""So many passes wait for the device's answer; each holds a batch."""
+
 _NOT_BY_NAN = (torch.OutOfMemoryError, OSError, ImportError, NameError, StopIteration)
 
 
@@ -42,6 +47,8 @@ class DiscardedPasses:
     def __init__(self, parts: StepParts, recovery: Responder) -> None:
         self._parts, self._recovery = parts, recovery
         self._num_vain = 0
+        self._readbacks = AsyncReadback(parts.state.device)
+        self._asked: deque[tuple[PendingCopy, PendingStep, Call]] = deque()
 
     def look_for(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
         """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
@@ -52,12 +59,35 @@ class DiscardedPasses:
         gone = [call for call in calls if call.is_discarded]
         if not gone:
             return
-        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in call.outputs)]
+        bad = [call for call in gone if bool(_num_with_nan(call))]
         for call in gone:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
         for call in bad:
             self._examine(pending, [call], ("output",), math.nan, _LEFT_OUT, is_part=is_part)
+
+    def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
+        """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
+
+        It counts as no step: those after it have their numbers already. Syncs only if there was NaN.
+        """
+        for call in calls:
+            if call.is_discarded and len(self._asked) < _MOST_ASKED:
+                noted = replace(pending, calls=[], last_seen=None)
+                self._asked.append((self._readbacks.post(_num_with_nan(call).reshape(1)), noted, call))
+                call.outputs.clear()
+        while self._asked and self._asked[0][0].has_arrived():
+            self._hear()
+
+    def settle(self) -> None:
+        """Processes what the device has not told of yet. Syncs if there is something."""
+        while self._asked:
+            self._hear()
+
+    def _hear(self) -> None:
+        answer, noted, call = self._asked.popleft()
+        if any(answer.read()):
+            self._examine(noted, [call], ("output",), math.nan, _LEFT_OUT, is_part=True)
 
     def left_out(self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], *, is_part: bool) -> None:
         """The program has called ``backward()`` on ``losses``, some of them bad, and cleared the gradients itself."""
@@ -162,6 +192,11 @@ class DiscardedPasses:
         parts = self._parts
         grads = [(p, p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
         return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
+
+
+def _num_with_nan(call: Call) -> Tensor:
+    """How many of the results of a call hold NaN, on their device."""
+    return torch.stack([torch.isnan(output).any() for output in call.outputs]).sum(dtype=torch.float64)
 
 
 def _is_nonfinite(tensor: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class StepEngine:
         self._taper = TapeRecorder(self._note_random_states, kind)
         self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self._taper)
         self._records_calls = self._is_taping = records_calls
-        self._discarded = DiscardedPasses(parts, recovery)
+        self.discarded = DiscardedPasses(parts, recovery)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,8 @@ class StepEngine:
         tracer = self.recovery.tracer
         self._taper.stop()
         for call in pending.calls:
-            call.outputs.clear()
+            if not call.is_discarded:
+                call.outputs.clear()
         if isinstance(loss, Tensor):
             self._taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
@@ -173,16 +174,27 @@ class StepEngine:
 
     def before_own_forward(self, pending: PendingStep) -> None:
         """Before a forward pass of the user's own loop, who may have thrown away the one before it."""
-        if self.late is None:  # else the host must not wait
-            self._discarded.look_for(pending, pending.calls, is_part=bool(pending.losses))
+        self.look_for_discarded(pending, pending.calls, is_part=bool(pending.losses))
         self.parts.begin_microbatch(pending)
         self.parts.begin_own_forward(pending)
+
+    def update(self, pending: PendingStep) -> None:
+        """Ends a step of the user's own loop."""
+        self.look_for_discarded(pending, pending.calls, is_part=len(pending.losses) > 1)
+        self.finish(pending)
+
+    def look_for_discarded(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
+        """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
+        if self.late is None:
+            self.discarded.look_for(pending, calls, is_part=is_part)
+        elif not self.parts.is_capturing:
+            self.discarded.look_for_later(pending, calls)
 
     def end(self, error: BaseException | None) -> None:
         """The user's own loop was left, because of ``error`` if there is one. Syncs if that was in the middle."""
         pending = self.parts.pending
         if pending is not None and not pending.rerunnable and pending.has_begun:
-            self._discarded.end(pending, pending.calls, pending.losses, error)
+            self.discarded.end(pending, pending.calls, pending.losses, error)
 
     def _open_calls(self) -> list[Call] | None:
         pending = self.parts.pending
@@ -259,7 +271,7 @@ class StepEngine:
         try:
             loss, aux = self._memory.forward_backward(self.parts, self.mode, pending, micro)
         except Exception as error:
-            self._discarded.raised(pending, micro, error)
+            self.discarded.raised(pending, micro, error)
             raise
         pending.microbatches.append(micro)
         self.parts.look_back(micro)
@@ -335,6 +347,7 @@ class StepEngine:
         if self.parts.pending is None or not self.parts.pending.losses:
             self.parts.last_forward.mend_()
         self.mode.settle()
+        self.discarded.settle()
 
     def ask_the_host(self) -> None:
         """From now on the host decides before each step."""
