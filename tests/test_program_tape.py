@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,6 +275,32 @@ def test_what_torch_func_makes_is_not_called_data() -> None:
     found = only(autopilot.incidents)
     assert found.cause == "unknown"
     assert any("maybe from torch.func" in note for note in found.notes)
+
+
+def test_a_model_that_is_only_called_by_torch_func_is_known_by_name_and_its_bad_step_is_saved(tmp_path: Path) -> None:
+    """In ``functional_call`` the module does not hold its parameters, and inside ``vmap`` tensors have no values."""
+    with nanguard.install(run_dir=tmp_path) as autopilot:
+        model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False))
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def loss_of(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, p, (x,)).square().sum()
+
+        for step in range(STEPS):
+            x = torch.randn(4, 6)
+            if step == BAD:
+                x = x * torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+            params = {name: p.detach() for name, p in model.named_parameters()}
+            slopes = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(params, x)
+            norms = torch.stack([slope.flatten(1).norm(dim=1) for slope in slopes.values()]).norm(dim=0)
+            scale = 1 / norms  # scale
+            for name, p in model.named_parameters():
+                p.grad = torch.einsum("b,b...->...", scale, slopes[name])
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.samples, at(found)) == ("div_by_zero", (2,), line("scale"))
+    assert autopilot.incidents[0].reading.gradients == ("0.weight", "2.weight")
+    assert len(list((tmp_path / "incidents").iterdir())) == 1
 
 
 def other() -> Tensor:

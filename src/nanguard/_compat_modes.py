@@ -65,6 +65,10 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+is_transforming: Any = torch._C._functorch.peek_interpreter_stack
+"""Not None inside ``torch.func.grad``, ``vmap`` or others."""
+
+
 def on_compiled_calls(entered: Any, left: Any) -> Any:
     """Calls ``entered`` before compiled code is looked up or run, and ``left`` after it, each with torch's frame.
 

@@ -89,9 +89,9 @@ class ProgramMonitor:
             if not (roots or self.registry.hosted_steps):  # bare tensors: there is no call of a module to begin at
                 self.taper.follow(self._coordinator, is_alone=True)
 
-    def guard_new_optimizers(self) -> None:
+    def guard_new_optimizers(self, *, in_call: bool = False) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
-        if self.registry.has_new_optimizers and not self.is_idle:
+        if self.registry.has_new_optimizers and not (self.is_idle or (in_call and self.registry.misses_parameters())):
             with self._making:  # another thread may be at it
                 while self.registry.has_new_optimizers:
                     with self._at_work("an optimizer could not be guarded"):
@@ -109,7 +109,7 @@ class ProgramMonitor:
     def before_forward(self, root: int) -> None:
         """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
         self.registry.used.add(root)
-        self.guard_new_optimizers()
+        self.guard_new_optimizers(in_call=True)
         if self.is_aside:
             return
         is_training = torch.is_grad_enabled()

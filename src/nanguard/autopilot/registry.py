@@ -112,6 +112,15 @@ class Registry:
         self._models_of_new.append(_identities(roots))
         return roots
 
+    def misses_parameters(self) -> bool:
+        """Whether the modules of a new optimizer do not hold its parameters, as inside ``torch.func.functional_call``."""
+        living = [(ref(), models) for (ref, _), models in zip(self._new, self._models_of_new, strict=True)]
+        return any(
+            bool(models) and not owners(parameters_of(optimizer), self.live_modules)
+            for optimizer, models in living
+            if optimizer is not None
+        )
+
     def guard_next(self) -> HostedStep | None:
         """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
         ref, names = self._new.pop(0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat
+from nanguard import _compat, _compat_modes
 from nanguard.source.frames import Place, calling_line
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
@@ -159,7 +159,7 @@ class CallRecorder:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The record of this call; None if there is none."""
         calls = self._opens()
-        is_recorded = calls is not None and torch.is_grad_enabled()
+        is_recorded = calls is not None and _has_values()
         is_taped = self._taper is not None and self._taper.may_call()
         if not is_recorded and not is_taped:
             return None
@@ -187,7 +187,7 @@ class CallRecorder:
 
     def _save_gradients(self, output: Any) -> None:
         calls = self._opens()
-        if not calls or not torch.is_grad_enabled():
+        if not calls or not _has_values():
             return
         call = calls[-1]
         call.has_returned = True
@@ -248,6 +248,11 @@ class _Saver:
 def cut_off(tree: Any) -> Any:
     """Detaches tensors that other modules have made: their graph has been freed."""
     return mapped(tree, lambda t: t.detach().requires_grad_() if isinstance(t, Tensor) and not t.is_leaf else None)
+
+
+def _has_values() -> bool:
+    """Whether a call made now can be made again: with gradients on, and not inside ``torch.func.vmap`` or others."""
+    return torch.is_grad_enabled() and _compat_modes.is_transforming() is None
 
 
 def _outputs(tree: Any) -> list[Tensor]:
