@@ -252,6 +252,39 @@ def test_a_learning_rate_of_another_network_is_told() -> None:
     assert "judge.2" in found.because or "judge.0" in found.because
 
 
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_a_target_that_is_computed_with_the_model_itself_is_on_the_tape(has_loader: bool) -> None:
+    """As in Q-learning: the model is called without gradients first, for a part of the same step."""
+    with nanguard.install() as autopilot:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Adam(model.parameters())
+        rows = TensorDataset(torch.randn(48, 6), torch.rand(48) + 0.5)
+        rows.tensors[1][29] = 0
+        batches = (
+            DataLoader(rows, batch_size=8) if has_loader else zip(*(t.split(8) for t in rows.tensors), strict=True)
+        )
+        for state, reward in batches:
+            with torch.no_grad():
+                target = 1 / reward + 0.9 * model(state + 1).squeeze(1).clamp(-1, 1).add(0.5)  # target
+            optimizer.zero_grad()
+            F.mse_loss(model(state).squeeze(1), target).backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.samples, at(found)) == ("div_by_zero", (5,), line("target"))
+
+
+def test_data_is_named_also_if_another_argument_of_the_call_is_long() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for bonus in [inputs(bad=2 if step == BAD else None, rows=8) for step in range(STEPS)]:
+            loss = (bonus + model(torch.ones(8, 6)).clamp(-1, 1).add(0.5).sub(0.5).mul(2)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert "batch['bonus'] holds NaN at [2, 2]" in only(autopilot.incidents).because
+
+
 # ---- what is not said ------------------------------------------------------------------------------------------------
 
 

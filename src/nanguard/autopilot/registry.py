@@ -113,7 +113,7 @@ class Registry:
         return roots
 
     def misses_parameters(self) -> bool:
-        """Whether the modules of a new optimizer do not hold its parameters, as inside ``torch.func.functional_call``."""
+        """Whether the modules of a new optimizer do not hold its parameters, as in ``torch.func.functional_call``."""
         living = [(ref(), models) for (ref, _), models in zip(self._new, self._models_of_new, strict=True)]
         return any(
             bool(models) and not owners(parameters_of(optimizer), self.live_modules)

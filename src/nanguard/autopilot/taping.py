@@ -13,6 +13,9 @@ from nanguard.state.rng import RngState
 from nanguard.step.tape import CallTape, Made
 from nanguard.step.tape_recorder import TapeRecorder
 
+_MOST_EVALUATIONS = 4
+"""So many calls without gradients may be part of a step. What they are given is held until it ends."""
+
 
 class ProgramTape(TapeRecorder):
     """``is_alone`` says that there is only one optimizer. Others may use what was computed before one steps."""
@@ -39,9 +42,16 @@ class ProgramTape(TapeRecorder):
             self._marks = {key: mark for key, mark in self._marks.items() if mark[1].number not in gone}
 
     def before_evaluation(self) -> None:
-        """The model is about to be called without gradients: what came before was for this, and is not held."""
+        """The model is about to be called without gradients.
+
+        A few such calls may be for this step, as in ``target = reward + gamma * model(following)``. More are an
+        evaluation: what came before was for this, and is not held.
+        """
         tape = self.tape
         if tape is None or tape.is_settled or tape.losses or not self.is_own():
+            return
+        tape.num_evaluations += 1
+        if tape.num_evaluations <= _MOST_EVALUATIONS:
             return
         self.stop()
         tape.rows.clear()

@@ -173,7 +173,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
             for number, token in enumerate(inside):
                 if not isinstance(token, Outside) or id(token.tensor) in trained:
                     continue
-                name = names[place] if place < len(names) else f"{row.name}, argument {place}"
+                name = (names[place] if place < len(names) else "") or f"{row.name}, argument {place}"
                 if not isinstance(token.tensor, nn.Parameter):
                     yield token.tensor, name if len(inside) == 1 else f"{name}, {number}"
 

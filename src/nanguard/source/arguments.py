@@ -13,7 +13,7 @@ _LONGEST = 40
 def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool = False) -> list[str]:
     """The source text of the ``num`` arguments of the call at a position in code. Empty if it cannot be found.
 
-    With ``is_method`` the first one is the object that has the method.
+    With ``is_method`` the first one is the object that has the method. Instead of a long text there is an empty one.
     """
     text = "" if code is None else _expression(code, at)
     try:
@@ -22,7 +22,7 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
         return []
     nodes = _arguments(node, num, is_method=is_method)
     names = [ast.unparse(each) for each in nodes]
-    return names if len(names) == num and all(len(name) <= _LONGEST for name in names) else []
+    return [name if len(name) <= _LONGEST else "" for name in names] if len(names) == num else []
 
 
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:

@@ -141,7 +141,8 @@ class CallTape:
     ``trained`` are the tensors that a program without an optimizer trains, if a row made them: such as
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
     ``has_calls`` says that some rows are calls of modules, ``is_settled`` that the model was called to train: what
-    comes before is data that the program prepares. ``raised`` is the last call that raised and was given something
+    comes before is data that the program prepares. ``num_evaluations`` counts calls of the model before that, without
+    gradients. ``raised`` is the last call that raised and was given something
     non-finite. ``transformed`` is the first row inside ``torch.func.grad``, ``vmap`` or others, whose results are not
     told of.
     """
@@ -153,6 +154,7 @@ class CallTape:
     was_cut: bool = False
     has_calls: bool = False
     is_settled: bool = False
+    num_evaluations: int = 0
     raised: int | None = None
     transformed: int | None = None
 

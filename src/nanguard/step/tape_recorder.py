@@ -147,7 +147,7 @@ class TapeRecorder(TorchFunctionMode):
         if not kind:
             return func(*args, **kwargs) if kwargs else func(*args)
         is_grad, rows = _is_grad_enabled(), self._rows
-        if kind == BACKWARD or not (is_grad or rows):
+        if kind == BACKWARD or (kind & WRITES and not (is_grad or rows)):  # an average of weights, say, is no data
             self._is_inside = True
             try:
                 return func(*args, **(kwargs or {}))
