@@ -560,6 +560,12 @@ def a_mask_that_is_multiplied(h):
     return h * mask  # guilty
 
 
+@program("zero_times_inf", "mul", "0 is multiplied by an infinity, the logarithm of 0")
+def a_divergence_of_a_certain_teacher(h):
+    p = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    return p * (p.log() - h.log_softmax(-1))  # guilty
+
+
 @program("inf_minus_inf", "div", "an infinity is divided by an infinity")
 def a_ratio_of_masks(h):
     mask = torch.full_like(h, math.inf)
@@ -954,6 +960,15 @@ def adam_in_half(params):
 )
 def an_optimizer_eps_of_nothing(h):
     return h.float() ** 2
+
+
+def nadam_without_eps(params):
+    return torch.optim.NAdam(params, lr=1e-3, eps=0.0)  # guilty
+
+
+@in_optimizer("optimizer_eps_underflow", "addcdiv", "since its eps is 0", [[1, 0, 0, 0]], optimizer=nadam_without_eps)
+def an_optimizer_eps_of_zero(h):
+    return h**2
 
 
 def rmsprop(params):
@@ -1370,7 +1385,56 @@ def test_a_weight_that_was_damaged_between_two_steps() -> None:
     found = guard.incidents[0].diagnosis
     assert found is not None
     assert (found.phase, found.cause, found.module, found.op) == ("parameter", "parameter_corrupted", "body", "")
-    assert "body.weight became non-finite behind step 2" in found.because
+    assert "body.weight became non-finite after step 2" in found.because
+
+
+def test_a_learning_rate_that_is_infinite_is_named_although_its_update_was_not_seen() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: INF if step == 2 else 1.0)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    found = autopilot.incidents[0].diagnosis
+    assert found is not None
+    assert (found.cause, found.since_step) == ("nonfinite_constant", 2)
+    assert "the learning rate of step 2 was inf" in found.because
+
+
+def test_a_learning_rate_that_rises_at_once_is_blamed_for_the_explosion_after_it() -> None:
+    with nanguard.install() as autopilot:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(16):
+            optimizer.param_groups[0]["lr"] = 0.01 if step < 10 else 100.0
+            optimizer.zero_grad()
+            x = torch.randn(8, 4)
+            (model(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+    found = autopilot.incidents[0].diagnosis
+    assert found is not None
+    assert found.cause == "learning_rate_too_high"
+    assert found.because.startswith("the learning rate rose from 0.01 to 100 at step 10; ")
+
+
+def test_data_are_used_first_by_an_op_that_computes() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.GRU(3, 4, batch_first=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        series = torch.randn(2, 40, 3)
+        series[1, 13, 2] = NAN
+        for start in range(0, 40, 10):
+            optimizer.zero_grad()
+            model(series[:, start : start + 10])[0].square().mean().backward()
+            optimizer.step()
+    found = autopilot.incidents[0].diagnosis
+    assert found is not None
+    assert (found.cause, found.op) == ("input_nonfinite", "mm")
 
 
 def squares(h):

@@ -101,7 +101,8 @@ _BY_ORIGIN = (
     CauseRow(
         name="zero_times_inf",
         title="zero times infinity",
-        fix="make the unused branch safe before it is computed: exp(x.clamp(max=0)) inside torch.where",
+        fix="keep the infinity out: exp(x.clamp(max=0)) inside torch.where, masked_fill instead of a product with 0, "
+        "torch.xlogy(p, p) instead of p * log(p)",
         rule=rules.discarded,
     ),
     CauseRow(
@@ -264,7 +265,7 @@ _FOUND_ELSEWHERE = (
     CauseRow(
         name="optimizer_eps_underflow",
         title="an optimizer eps that is zero in this format",
-        fix="use an eps that the parameters' format can hold (1e-4 in fp16), or fp32 parameters",
+        fix="use an eps that the parameters' format can hold (1e-8 in fp32, 1e-4 in fp16), or fp32 parameters",
         helps=("fp32", "fix_code"),
     ),
     CauseRow(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
@@ -13,6 +15,7 @@ from nanguard.diagnosis.provenance import TraceEvent
 from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.steps import Reading
 from nanguard.state.training_state import TrainingState
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
@@ -33,6 +36,9 @@ _FIRST_STEPS, _JUMPED = 3, 1000.0
 
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
+
+_RATE_ROSE = 100.0
+"""A learning rate that rises by this factor from one step to the next is to blame for what explodes after it."""
 
 _PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
 
@@ -59,13 +65,16 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
     if not rises and (grown is None or diagnosis.cause != "overflow_any_precision"):
         return diagnosis
     told = []
+    rise = _rise_of_rate(exam.past.readings)
+    if rise is not None:
+        told.append(f"the learning rate rose from {rise[0]:.3g} to {rise[1]:.3g} at step {rise[2]:,}")
     if grown is not None:
         told.append(f"operands of {event.note.op} grew from {grown[0]:.3g} to {grown[1]:.3g} since step {grown[2]:,}")
     if rises and norms:
         told.append("gradient norms of the last steps: " + ", ".join(f"{norm:.3g}" for norm in norms[-5:]))
     return replace(
         diagnosis,
-        cause="gradient_explosion",
+        cause="gradient_explosion" if rise is None else "learning_rate_too_high",
         module=event.note.home or diagnosis.module,  # which of its ops overflows first is an accident
         because="; ".join(told) or "losses have risen from step to step",
         samples=(),  # it took many steps
@@ -120,6 +129,15 @@ def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:
         samples=(),
         evidence=(*diagnosis.evidence, diagnosis.because),
     )
+
+
+def _rise_of_rate(readings: Sequence[Reading]) -> tuple[float, float, int] | None:
+    """The learning rate before and after it rose at once, and the first step with the new one. None if it did not."""
+    rates = [(reading.step, max(known)) for reading in readings if (known := [r for r in reading.lrs if r is not None])]
+    for (_, before), (step, after) in itertools.pairwise(rates):
+        if before > 0 and after >= _RATE_ROSE * before:
+            return before, after, step
+    return None
 
 
 def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:

@@ -17,7 +17,7 @@ from nanguard.diagnosis.rules import Case
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 
-_CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index"))
+_CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
 
 def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
@@ -215,6 +215,8 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
     kind = type(optimizer).__name__
     line = _line_of_state(exam, event, name) if cause == "optimizer_state_corrupted" else None
     rate = next((float(g["lr"]) for g in optimizer.param_groups if not math.isfinite(float(g.get("lr", 0)))), None)
+    if cause in ("zero_over_zero", "div_by_zero") and any(group.get("eps") == 0 for group in optimizer.param_groups):
+        cause, because = "optimizer_eps_underflow", f"{because}, since its eps is 0"
     if rate is not None:
         cause, because = "zero_over_zero" if math.isnan(rate) else "div_by_zero", f"the learning rate is {rate}"
     if line is not None:

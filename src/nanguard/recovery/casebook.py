@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ class Casebook:
         diagnosis = self._examinations.examine(
             pending, reading, past, update="update" in reading.found, is_last=is_last
         )
-        return _of_damage(diagnosis, reading) if diagnosis is not None and reading.damaged else diagnosis
+        return _of_damage(diagnosis, reading, past) if diagnosis is not None and reading.damaged else diagnosis
 
     def gather(
         self, pending: PendingStep, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
@@ -97,22 +98,28 @@ class Casebook:
                 raise interrupt
 
 
-def _of_damage(diagnosis: Diagnosis, reading: Reading) -> Diagnosis:
+def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
     """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
     is_seen = "update" in reading.found or diagnosis.confidence == "certain"
     if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
         return diagnosis  # the update, or the program, was seen to write to them in this very step
     more = f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
     names = ", ".join(reading.damaged[:3]) + more
+    last = reading.step - 1
+    because = f"{names} became non-finite after step {last:,}: by its update, or by the program"
+    rates = [rate for each in past.readings if each.step == last for rate in each.lrs if rate is not None]
+    rate = next((rate for rate in rates if not math.isfinite(rate)), None)
+    if rate is not None:
+        because = f"the learning rate of step {last:,} was {rate}, and its update made {names} non-finite"
     damaged = replace(
         diagnosis,
-        cause="parameter_corrupted",
+        cause="parameter_corrupted" if rate is None else "nonfinite_constant",
         source=None,
         op="",
         batch=None if reading.batch is None else max(0, reading.batch - 1),
-        since_step=max(0, reading.step - 1),
-        because=f"{names} became non-finite behind step {reading.step - 1:,}: by its update, or by the program",
+        since_step=max(0, last),
+        because=because,
         notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
-        confidence="guess",
+        confidence="guess" if rate is None else "likely",
     )
     return with_remedy(damaged)
