@@ -36,6 +36,7 @@ class Loop:
         clips: bool = True,
         wraps: bool = False,
         make: Any = torch.optim.AdamW,
+        schedule: Any = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -45,9 +46,8 @@ class Loop:
         net.drop = nn.Identity()  # type: ignore[assignment]
         optimizer = make(net.parameters(), lr=0.01)
         self.model, self.optimizer = self.fabric.setup(net, optimizer)
-        made_for = self.optimizer if wraps else optimizer
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(made_for, lambda step: 0.9**step)
-        self.net, self.clips = net, clips
+        self.schedule = schedule(self.optimizer if wraps else optimizer)
+        self.net, self.clips, self.per_epoch = net, clips, False
         self.guard: FabricGuard | None = None
         if guarded:
             self.guard = attach(self.fabric, self.model, self.optimizer, self.schedule, **options)
@@ -65,8 +65,11 @@ class Loop:
             if self.clips:
                 self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
             self.optimizer.step()
-            self.schedule.step()
+            if not self.per_epoch:
+                self.schedule.step()
             self.optimizer.zero_grad()
+        if self.per_epoch:
+            self.schedule.step()
         return self
 
     def state(self) -> dict[str, Any]:
@@ -190,4 +193,40 @@ def test_nanguard_run_knows_names_and_clips_without_an_error() -> None:
     assert "_forward_module" not in str(incident)
     assert lightning_fabric.Fabric.clip_gradients is clip
     assert differences(Loop(guarded=False).fit(batches).state(), healthy.state()) == []
-    assert all(torch.isfinite(value).all() for value in run.net.state_dict().values())
+    assert differences(Loop(guarded=False).fit(without_bad(batches)).state(), run.state()) == []
+
+
+@pytest.mark.parametrize("bad", [0, BAD])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_nanguard_run_holds_schedules_that_are_advanced_for_each_step(bad: int, *, wraps: bool) -> None:
+    def make(optimizer: Any) -> Any:
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    batches = make_batches(NUMBER)
+    never = Loop(guarded=False, wraps=wraps, schedule=make).fit(batches[:bad] + batches[bad + 1 :])
+    before = torch.optim.lr_scheduler.LRScheduler.step
+    with nanguard.install():
+        run = Loop(guarded=False, wraps=wraps, schedule=make).fit(poisoned(batches, bad))
+    assert torch.optim.lr_scheduler.LRScheduler.step is before
+    assert run.schedule.last_epoch == NUMBER - 1
+    assert differences(never.state(), run.state()) == []
+
+
+def test_nanguard_run_lets_schedules_of_epochs_advance() -> None:
+    batches = make_batches(NUMBER)
+    with nanguard.install():
+        run = Loop(guarded=False)
+        run.per_epoch = True
+        for _ in range(3):
+            run.fit(poisoned(batches, NUMBER - 1))
+    assert run.schedule.last_epoch == 3
+
+
+def test_nanguard_run_leaves_overflows_to_the_scaler() -> None:
+    batches = make_batches(NUMBER)
+    plain = Loop(guarded=False, plugins=scaled(2.0**22), clips=False).fit(batches)
+    with nanguard.install() as autopilot:
+        run = Loop(guarded=False, plugins=scaled(2.0**22), clips=False).fit(batches)
+        assert autopilot.counts["backed_off"] > 0
+    assert differences(plain.state(), run.state()) == []

@@ -21,7 +21,6 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset
 
 foreach_copy_: Any = torch._foreach_copy_
 foreach_mul_: Any = torch._foreach_mul_
@@ -119,31 +118,6 @@ def is_sharded(module: nn.Module) -> bool:
     if any(hasattr(p, "_local_tensor") or hasattr(p, "_flat_param") for p in module.parameters()):
         return True
     return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
-
-
-def index_sampler(iterator: Any) -> Any:
-    """What an iterator of torch's DataLoader takes its indices from; None for another iterator."""
-    return getattr(iterator, "_index_sampler", None)
-
-
-def loader_iterator() -> type:
-    """The class of the iterators of torch's DataLoader."""
-    return torch.utils.data.dataloader._BaseDataLoaderIter
-
-
-def skip_batches(iterator: Any, loader: Any, number: int) -> bool:
-    """Moves an iterator of torch's DataLoader on by ``number`` batches without reading them; False if it cannot.
-
-    Not with workers: they draw random numbers for each batch they read. Not over an iterable dataset.
-    """
-    if type(loader) is not DataLoader or loader.num_workers or isinstance(loader.dataset, IterableDataset):
-        return False
-    indices = getattr(iterator, "_sampler_iter", None)
-    if indices is None:
-        return False
-    for _ in range(number):
-        next(indices, None)
-    return True
 
 
 def without_compilation() -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nanguard.autopilot import accelerated, fabric_clipping
+from nanguard.autopilot import accelerated
+from nanguard.autopilot.fabric_loops import FabricLoops
 from nanguard.autopilot.launch import WhenImported
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.timm_loops import TimmLoops
@@ -53,9 +54,7 @@ class Frameworks:
         self._monitor, self._take = monitor, take
         self._saved: list[tuple[Any, str, Any]] = []
         self._waits = [WhenImported(accelerated.MODULE, functools.partial(accelerated.hold_schedules, self._save))]
-        for module in fabric_clipping.MODULES:
-            patch = functools.partial(fabric_clipping.clip_without_errors, module, self._save)
-            self._waits.append(WhenImported(module, patch))
+        self._waits += FabricLoops(self._save).waits()
         self._waits += TimmLoops(lambda: monitor.registry.hosted_steps, self._save).waits()
         if settings.trace or settings.max_norm is not None or settings.keep_fp32:
             return  # only the patches of torch can do that

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, swa_utils
 from torch.utils.data import DataLoader
 
-from nanguard import _compat
+from nanguard import _compat, _compat_data
 from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.registry import num_calls_of
@@ -49,7 +49,7 @@ class Patches:
         for owner, name in _compat.recorders():
             self._replace(owner, name, self._aside)
         self._replace(DataLoader, "__iter__", self._iterate)
-        self._replace(_compat.loader_iterator(), "__next__", self._fetch)
+        self._replace(_compat_data.loader_iterator(), "__next__", self._fetch)
         self._replace(GradScaler, "scale", self._scale)
         self._replace(GradScaler, "step", self._scaler_step)
         self._replace(swa_utils, "update_bn", self._update_bn)
@@ -215,7 +215,7 @@ class Patches:
         monitor = self._monitor
 
         def fetch(iterator: Any) -> Any:
-            sampler = _compat.index_sampler(iterator)
+            sampler = _compat_data.index_sampler(iterator)
             noted = sampler if isinstance(sampler, NotedSampler) and sampler.tells else None
             was_taping = monitor.taper.pause()  # what a dataset does to its records is no part of the step
             try:

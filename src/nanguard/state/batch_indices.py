@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from nanguard import _compat
+from nanguard import _compat, _compat_data
 from nanguard.state.batches import num_samples
 from nanguard.state.trees import tensors
 
@@ -100,7 +100,7 @@ def begin_noted(
         iterator = begin(loader)
     finally:
         vars(loader)[name] = sampler
-    noted = _compat.index_sampler(iterator)  # an earlier one if workers are kept
+    noted = _compat_data.index_sampler(iterator)  # an earlier one if workers are kept
     return iterator, noted if isinstance(noted, NotedSampler) else None
 
 

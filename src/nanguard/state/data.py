@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanguard import _compat
+from nanguard import _compat_data
 from nanguard.state.batch_indices import FetchedBatch, begin_noted
 from nanguard.state.rng import RngReader, RngState
 
@@ -271,7 +271,7 @@ def _sampler(loader: Any) -> Any:
 
 
 def _pass_over(iterator: Iterator[Any], loader: Iterable[Any], number: int) -> None:
-    if not _compat.skip_batches(iterator, loader, number):
+    if not _compat_data.skip_batches(iterator, loader, number):
         if number > 1000:
             log.info("reading %d batches again to come back to where the snapshot was", number)
         for _ in range(number):
