@@ -93,6 +93,7 @@ PRIVATE = re.compile(
 
 OF_FRAMEWORKS = {
     "state.names": {"_forward_module"},
+    "autopilot.fabric_loops": {"_FabricOptimizer"},
     "integrations.fabric": {"_forward_module"},
     "integrations.lightning_fit": {"_logger_connector", "_skip_backward"},
     "integrations.logged": {"_logger_connector", "_results"},

@@ -117,5 +117,6 @@ def _raw(optimizer: Any) -> Any:
 
 def _with_subclasses(kind: type) -> Iterator[type]:
     yield kind
-    for each in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for each in subclasses:
         yield from _with_subclasses(each)

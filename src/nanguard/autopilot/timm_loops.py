@@ -7,11 +7,10 @@ heard: nothing here syncs. On a fused optimizer on a GPU that is two steps late.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from nanguard.autopilot.launch import WhenImported
 from nanguard.autopilot.registry import hosted_step_of
 from nanguard.hosted.step import HostedStep
+from nanguard.integrations.timm_means import StepMeans, Where
 
 Save = Callable[[Any, str, Any], None]
 Patch = Callable[..., Any]
@@ -29,6 +29,10 @@ class TimmLoops:
 
     def __init__(self, hosted_steps: Callable[[], Iterable[HostedStep]], save: Save) -> None:
         self._hosted_steps, self._save = hosted_steps, save
+        self._means = StepMeans(self._where)
+        self._seen: WeakKeyDictionary[HostedStep, tuple[int, bool]] = WeakKeyDictionary()
+        self._active: WeakSet[HostedStep] = WeakSet()
+        """Those that have done something since they were looked at last."""
         self._optimizers: WeakKeyDictionary[nn.Module, Optimizer] = WeakKeyDictionary()
 
     def waits(self) -> list[WhenImported]:
@@ -58,11 +62,13 @@ class TimmLoops:
         setattr(kind, method, patched)
 
     def _step_update(self, original: Patch, scheduler: Any, num_updates: int, *args: Any, **kwargs: Any) -> None:
+        self._means.look()
         hosted = hosted_step_of(scheduler.optimizer)
         original(num_updates - _num_skipped(hosted), *args, **kwargs)
 
     def _update_average(self, original: Patch, average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """``step``, if it is given, is for the warm-up of the decay."""
+        self._means.look()
         optimizer = self._optimizer_of(model)
         hosted = None if optimizer is None else hosted_step_of(optimizer)
         if hosted is not None and not hosted.was_applied:
@@ -72,8 +78,17 @@ class TimmLoops:
         original(model, *args, **kwargs)
 
     def _update_mean(self, original: Patch, meter: Any, val: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(val, float) or math.isfinite(val):
-            original(val, *args, **kwargs)
+        self._means.update(original, meter, val, *args, **kwargs)
+
+    def _where(self) -> Where | None:
+        """None if several optimizers are at work: whose step a value belongs to is not known."""
+        now = {hosted: (hosted.num_calls, hosted.has_called) for hosted in self._hosted_steps()}
+        active = [hosted for hosted, state in now.items() if self._seen.get(hosted) != state] or self._active
+        self._seen, self._active = WeakKeyDictionary(now), WeakSet(active)
+        if len(active) != 1:
+            return None
+        (hosted,) = active
+        return Where(sum(num_calls for num_calls, _ in now.values()), hosted.was_refused(), hosted.has_called)
 
     def _optimizer_of(self, model: nn.Module) -> Optimizer | None:
         """That trains this model, as far as it is guarded."""

@@ -48,7 +48,6 @@ log = logging.getLogger("nanguard")
 _LAST_ADVICE = "none known; nanguard run --trace follows every step as it runs, and may show it if it comes again"
 _ADVICE = "none yet: some of the next steps are traced, to find it if it comes again; --trace does so from the first on"
 
-
 _ORDINARY_NORM = 1e12
 
 
@@ -147,7 +146,7 @@ class HostedStep(UncheckedSteps):
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
         self._are_scaled = False
-        self._has_called = False  # a module, since the step was opened
+        self.has_called = False  # a module, since the step was opened
 
     def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
         """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
@@ -177,7 +176,7 @@ class HostedStep(UncheckedSteps):
 
     def open(self) -> None:
         """Begins a step and notes what it may change."""
-        self._has_called = False
+        self.has_called = False
         self.engine.open(rerunnable=False, divisor=1)
 
     def _pending(self) -> PendingStep:
@@ -201,7 +200,7 @@ class HostedStep(UncheckedSteps):
         pending = self._pending()
         pending.forget_measurement()
         self.clipping.forget()
-        has_called, self._has_called = self._has_called, True
+        has_called, self.has_called = self.has_called, True
         if not is_first:
             self.parts.last_forward.follow_()
             return
@@ -224,7 +223,7 @@ class HostedStep(UncheckedSteps):
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""
-        self._has_called = True
+        self.has_called = True
         self.parts.last_forward.mend_()
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:
@@ -311,7 +310,7 @@ class HostedStep(UncheckedSteps):
             self.was_applied = last is not None and last is not before and last.applied
         else:
             self.was_applied = self.skippable.was_called
-        this.refused = this.refused or self._was_refused()
+        this.refused = this.refused or self.was_refused()
         self.open()
         return self.skippable.result
 
@@ -390,6 +389,7 @@ class HostedStep(UncheckedSteps):
             self.optimizer.grad_scale = grad_scale = None  # type: ignore[attr-defined]
         ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None or self._are_scaled)
 
-    def _was_refused(self) -> bool:
+    def was_refused(self) -> bool:
+        """Whether the last step was bad, and so not let through, as far as the host knows."""
         last = self.parts.journal.last
         return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"

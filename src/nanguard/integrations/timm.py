@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.packages import require
+from nanguard.integrations.timm_means import StepMeans, Where
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
@@ -39,7 +40,7 @@ def attach(
     """Guards a training loop as timm's train.py has it. Use ``guard.loss_scaler`` in the place of ``loss_scaler``.
 
     A non-finite step is skipped: weights, optimizer state, buffers and EMA are not touched, the schedule is held, and
-    non-finite losses are left out of ``AverageMeter``.
+    its losses are left out of ``AverageMeter``.
 
     Args:
         model: the module that the loop calls; DDP, ``torch.compile`` and timm's training tasks are fine.
@@ -82,16 +83,17 @@ class TimmGuard(AttachedGuard):
         return self.loss_scaler.num_skipped
 
     def watch(self, model: nn.Module, meters: Any) -> None:
-        """Notes what the model is called with, in training, and keeps NaN out of means."""
+        """Notes what the model is called with, in training, and keeps skipped steps out of means."""
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled() and module.training and not self.loop.is_rerunning:
                 self.loop.before_forward((args, kwargs))
+                self.loss_scaler.where = self.loss_scaler.where._replace(has_begun=True)
 
         def update(original: Callable[..., None]) -> Callable[..., None]:
-            def leave_out(meter: Any, val: Any, n: int = 1) -> None:
-                if math.isfinite(val):
-                    original(meter, val, n)
+            @functools.wraps(original)
+            def leave_out(meter: Any, val: Any, *args: Any, **kwargs: Any) -> None:
+                self.loss_scaler.means.update(functools.partial(original, meter), meter, val, *args, **kwargs)
 
             return leave_out
 
@@ -117,6 +119,8 @@ class GuardedScaler:
         self.state_dict_key = getattr(scaler, "state_dict_key", "amp_scaler")
         self.num_skipped = 0
         self.was_applied = True
+        self.where = Where()
+        self.means = StepMeans(lambda: self.where)
 
     def __call__(
         self,
@@ -143,6 +147,8 @@ class GuardedScaler:
         call = optimizer.step if inner is None else lambda: inner.step(optimizer)
         self.was_applied = self._loop.step(optimizer, call, grad_scaler=inner).applied
         self.num_skipped += not self.was_applied
+        self.where = Where(num_steps=self.where.num_steps + 1, was_skipped=self._loop.was_refused)
+        self.means.look()
         if inner is not None:
             inner.update()
 
