@@ -149,6 +149,19 @@ def facts(brain: Any) -> dict[str, Any]:
     return {**everything(brain.modules, [brain.optimizer], brain.average), **means, **more, **counts, "told": told}
 
 
+def test_the_progress_bar_shows_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    brain = make(noprogressbar=False)
+    batches = make_batches()
+    with attach(brain) as guard:
+        fit(brain, spoiled(spoiled(batches, 2, "nan batch"), 5, "inf gradient"), batches)
+        assert guard.num_skipped == 2
+    shown = capsys.readouterr().err
+    assert "skipped=1, train_loss=" in shown
+    assert "skipped=2, train_loss=" in shown
+    fit(make(noprogressbar=False), batches)
+    assert "skipped" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"grad_accumulation_factor": 2}], ids=str)
 def test_a_healthy_run_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
     batches = make_batches(7)

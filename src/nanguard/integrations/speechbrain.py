@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,15 @@ class BrainGuard(AttachedGuard):
         self._begin_window()
         self._num_left_out = 0
         """Batches of this epoch that were in skipped steps."""
+        self.num_skipped = 0
+        """Steps of the current ``fit``, or of the last one, that were skipped because of NaN or Inf."""
         self._was_left_out = self._has_told_loss = False
         self._is_train_loss = False
+        self._train_set: Any = None
         for name in (
             "fit",
             "on_fit_start",
+            "_fit_train",
             "fit_batch",
             "check_loss_isfinite",
             "optimizers_step",
@@ -79,7 +84,7 @@ class BrainGuard(AttachedGuard):
             "update_average",
             "on_stage_end",
         ):
-            self.wrap(brain, name, getattr(self, f"_in_{name}"))
+            self.wrap(brain, name, getattr(self, f"_in_{name.removeprefix('_')}"))
         self.replace(brain, "scaler", _WatchedScaler(brain.scaler, self))
         self.at_detach(lambda: self._end(None))
 
@@ -97,6 +102,7 @@ class BrainGuard(AttachedGuard):
     def _in_on_fit_start(self, original: Callable[..., Any]) -> None:
         """The optimizers exist afterwards, and a checkpoint has been loaded."""
         announce()  # before DDP is made
+        self.num_skipped = 0
         original()
         brain = self._brain
         self._optimizers = list((brain.optimizers_dict or {}).values())
@@ -109,6 +115,14 @@ class BrainGuard(AttachedGuard):
                 self.refused(self._optimizers, error)
             else:
                 self._is_fitting = True
+
+    def _in_fit_train(self, original: Callable[..., None], train_set: Any, *args: Any, **kwargs: Any) -> None:
+        """One epoch."""
+        self._train_set = train_set
+        try:
+            original(train_set, *args, **kwargs)
+        finally:
+            self._train_set = None
 
     def _in_fit_batch(self, original: Callable[..., Tensor], batch: Any) -> Tensor:
         if not self._is_fitting:
@@ -156,6 +170,8 @@ class BrainGuard(AttachedGuard):
         is_train_loss, self._is_train_loss = self._is_train_loss, False
         if not is_train_loss:
             return original(loss, avg_loss)
+        if self.num_skipped:
+            self._show()
         if self._was_left_out:
             return self._average_before
         brain = self._brain
@@ -223,6 +239,13 @@ class BrainGuard(AttachedGuard):
             param.grad = gradient
         self._num_left_out += self._num_in_window
         self._was_left_out = True
+        self.num_skipped += 1
+
+    def _show(self) -> None:
+        """On the progress bar, next to the loss that SpeechBrain is about to show there."""
+        for bar in getattr(self._core.tqdm, "_instances", ()):
+            if getattr(bar, "iterable", None) is self._train_set:
+                bar.set_postfix = functools.partial(type(bar).set_postfix, bar, skipped=self.num_skipped)
 
     def _save(self) -> None:
         """An intra-epoch checkpoint, from which the run can go on."""
