@@ -166,6 +166,19 @@ def test_of_a_stream_or_of_a_copy_whose_batch_is_not_sure_none_is_told() -> None
     assert told([incident.diagnosis for incident in autopilot.incidents]) == []
 
 
+def test_of_batches_of_two_loaders_at_once_none_is_told() -> None:
+    model = nn.Linear(4, 1)
+    with nanguard.install() as autopilot:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        loaders = [DataLoader(Records(), batch_size=4, shuffle=shuffles) for shuffles in (False, True)]
+        for one, other in zip(*loaders, strict=True):
+            optimizer.zero_grad()
+            (mse(model, one) + mse(model, [torch.nan_to_num(part) for part in other])).backward()
+            optimizer.step()
+    assert len(autopilot.incidents) == 2
+    assert told([incident.diagnosis for incident in autopilot.incidents]) in ([], list(BAD))
+
+
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("way", ["epoch", "install"])
 def test_the_program_draws_the_same_numbers_and_gets_the_same_batches(name: str, way: str) -> None:

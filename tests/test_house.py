@@ -94,6 +94,7 @@ PRIVATE = re.compile(
 OF_FRAMEWORKS = {
     "state.names": {"_forward_module"},
     "autopilot.fabric_loops": {"_FabricOptimizer"},
+    "integrations.accelerate": {"_dataloaders"},
     "integrations.fabric": {"_forward_module"},
     "integrations.lightning_fit": {"_logger_connector", "_skip_backward"},
     "integrations.logged": {"_logger_connector", "_results"},

@@ -19,6 +19,10 @@ def loader_iterator() -> type:
     return torch.utils.data.dataloader._BaseDataLoaderIter
 
 
+MAKES_ITERATOR = "_get_iterator"
+"""The method of torch's DataLoader that makes an iterator, of the loader and of all classes made of it."""
+
+
 def skip_batches(iterator: Any, loader: Any, number: int) -> bool:
     """Moves an iterator of torch's DataLoader on by ``number`` batches without reading them; False if it cannot.
 

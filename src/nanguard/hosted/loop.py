@@ -30,6 +30,7 @@ from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incidents
 from nanguard.records.summary import closing_line
 from nanguard.run_folder import RunFolder
+from nanguard.state.batch_indices import FetchedBatch
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import check_schedulers, moves
@@ -159,6 +160,8 @@ class HostedLoop:
         if self._is_taping:
             self._recorder.listen(model)
         self._is_closed = False
+        self.num_forwards = 0
+        """How many forward passes of the training have begun."""
 
     # ---- what the host says --------------------------------------------------------------------------------------
 
@@ -175,6 +178,7 @@ class HostedLoop:
         self._check_open("before_forward")
         is_training = torch.is_grad_enabled()
         self._taper.stop()
+        self.num_forwards += is_training
         for hosted in self._steps:
             if is_training:
                 self._coordinator.before_forward(hosted)
@@ -188,6 +192,10 @@ class HostedLoop:
             self._coordinator.iteration.reruns.append(self._microbatch(rerun, batch))
         elif is_training and self._is_taping:
             self._taper.begin(self._coordinator.iteration.tape, keeps_older=len(self._steps) > 1)
+
+    def fetched(self, batch: FetchedBatch) -> None:
+        """A loader gave a batch for a step to come: the diagnosis can then name records of the dataset."""
+        self._coordinator.note_fetched(batch)
 
     def after_forward(self, loss: Tensor, *, is_used: bool = False) -> None:
         """The host is about to call ``backward()`` on this loss, or on the loss multiplied by a scale or a share.

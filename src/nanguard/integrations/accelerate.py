@@ -17,6 +17,7 @@ from nanguard.errors import NonFiniteError
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import check_given
 from nanguard.integrations.packages import require
 from nanguard.policy.policy import Policy
@@ -88,6 +89,13 @@ def attach(
     )
     guard = AcceleratorGuard(loop, accelerator, optimizers)
     guard.follow(model)
+    for loader in accelerator._dataloaders:
+        guard.loaders.follow(loader)
+    guard.wrap(
+        accelerator,
+        "prepare_data_loader",
+        lambda prepare, *args, **kwargs: guard.loaders.follow(prepare(*args, **kwargs)),
+    )
     return guard
 
 
@@ -107,6 +115,8 @@ class AcceleratorGuard(AttachedGuard):
         self.seen_again: Tensor | None = None
         """The loss that the last step has come to when it was run again."""
         self._is_measured = False
+        self.loaders = FollowedLoaders(loop)
+        self.at_detach(self.loaders.stop)
         for optimizer in optimizers:
             self._guard_steps(optimizer)
         if accelerator is not None:

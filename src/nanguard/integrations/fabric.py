@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import check_given
 from nanguard.integrations.packages import require
 from nanguard.integrations.stepping import SteppingGuard, can_be_rolled_back, refuse_sharded
@@ -30,6 +31,7 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer],
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     *,
+    loader: Any = None,
     schedule_per: Literal["step", "epoch"] = "step",
     policy: Policy | None = None,
     run_dir: str | Path | None = None,
@@ -47,6 +49,8 @@ def attach(
         optimizer: what ``fabric.setup`` has returned: one or several.
         scheduler: schedulers that the loop advances. Those that are advanced for each step are held after a skipped
             one: their ``step()`` then does nothing.
+        loader: the loader that the loop trains with, or several: a diagnosis then names the guilty record by its index
+            in the dataset.
         schedule_per: whether the loop advances them for each step or for each epoch.
         policy: what to do about bad steps. The default skips them as long as the run makes progress, and rolls
             damage back. If it halts, ``optimizer.step()`` raises ``NonFiniteError``.
@@ -78,7 +82,12 @@ def attach(
         diagnose=diagnose,
         capture=capture,
     )
-    return FabricGuard(loop, fabric, inside, optimizers, schedulers if schedule_per == "step" else ())
+    guard = FabricGuard(loop, fabric, inside, optimizers, schedulers if schedule_per == "step" else ())
+    loaders = FollowedLoaders(loop)
+    guard.at_detach(loaders.stop)
+    for each in as_tuple(loader):
+        loaders.follow(each)
+    return guard
 
 
 class FabricGuard(SteppingGuard):

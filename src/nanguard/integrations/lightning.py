@@ -15,6 +15,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.lightning_fit import SKIPPED, GuardedFit
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.stepping import can_be_rolled_back, refuse_sharded
@@ -60,6 +61,9 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture
         )
         self._guarded: GuardedFit | None = None
+        self._before_fit = AttachedGuard()
+        """What is replaced before training begins."""
+        self._loaders = FollowedLoaders()
         self.when_refused: Callable[[Sequence[Optimizer], ValueError], None] | None = None
         """Called if the optimizers cannot be guarded, which is an error otherwise."""
 
@@ -103,6 +107,11 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             return
         refuse_sharded(trainer.strategy, "GuardCallback")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        self._before_fit.detach()
+        self._before_fit.at_detach(self._loaders.stop)
+        self._before_fit.wrap(
+            trainer.strategy, "process_dataloader", lambda process, loader: self._loaders.follow(process(loader))
+        )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Everything is in its place: the model is wrapped and on its device, and a checkpoint has been loaded."""
@@ -125,6 +134,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             self.when_refused(trainer.optimizers, error)
             return
         self._guarded = GuardedFit(loop, trainer, pl_module)
+        self._loaders.tell(loop)
 
     def _was_skipped(self) -> None:
         if self._guarded is not None:
@@ -167,9 +177,11 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Examines a bad step in the middle of which the program has raised."""
+        self._before_fit.detach()
         if self._guarded is not None:
             self._guarded.detach(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._before_fit.detach()
         if self._guarded is not None and stage == "fit":
             self._guarded.detach()

@@ -16,6 +16,7 @@ from nanguard.hosted.handshake import announce
 from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.speechbrain_state import SideState
@@ -73,6 +74,7 @@ class BrainGuard(AttachedGuard):
         self._was_left_out = self._has_told_loss = False
         self._is_train_loss = False
         self._train_set: Any = None
+        self._loaders = FollowedLoaders()
         for name in (
             "fit",
             "on_fit_start",
@@ -115,10 +117,11 @@ class BrainGuard(AttachedGuard):
                 self.refused(self._optimizers, error)
             else:
                 self._is_fitting = True
+                self._loaders.tell(self._loop)
 
     def _in_fit_train(self, original: Callable[..., None], train_set: Any, *args: Any, **kwargs: Any) -> None:
         """One epoch."""
-        self._train_set = train_set
+        self._train_set = self._loaders.follow(train_set)
         try:
             original(train_set, *args, **kwargs)
         finally:
@@ -263,6 +266,7 @@ class BrainGuard(AttachedGuard):
         if self._is_fitting:
             self._is_fitting = False
             self.loop.__exit__(None if error is None else type(error), error, None)
+        self._loaders.stop()
         self._begin_window()
 
 

@@ -18,6 +18,7 @@ from nanguard.hosted.loop import HostedLoop
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.accelerate import AcceleratorGuard, check_supported, plain_optimizer, plain_scheduler
 from nanguard.integrations.attached import AttachedGuard
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.transformers_callback import TESTED, GuardCallback, stop_cleanly
@@ -82,6 +83,9 @@ class TrainerGuard(AttachedGuard):
         """Of the micro-batches of the current step."""
         self._collected: dict[str, Any] = {}
         self.at_detach(self._stack.close)
+        self._loaders = FollowedLoaders()
+        self.at_detach(self._loaders.stop)
+        self.wrap(trainer, "get_train_dataloader", lambda original: self._loaders.follow(original()))
         for name in ("_inner_training_loop", "training_step", "_maybe_log_save_evaluate", "log"):
             self.wrap(trainer, name, getattr(self, f"_on_{name.removeprefix('_')}"))
 
@@ -89,6 +93,7 @@ class TrainerGuard(AttachedGuard):
 
     def _on_inner_training_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._inner = None
+        self._loaders.tell(None)
         try:
             with self._stack:  # the guard of this training is entered with its first step
                 output = original(*args, **kwargs)
@@ -187,6 +192,7 @@ class TrainerGuard(AttachedGuard):
             was_skipped=self._was_skipped if can_wait else None,
             **self._options,
         )
+        self._loaders.tell(loop)
         self._inner = inner = AcceleratorGuard(loop, trainer.accelerator, [trainer.optimizer])
         inner.in_users_size, inner.on_halt = self._in_users_size, self._stop
         self._stack.enter_context(inner)

@@ -81,6 +81,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         )
         self.guard = guard = AcceleratorGuard(loop, None, [optimizer])
         guard.follow(model)
+        guard.loaders.follow(kwargs.get("train_dataloader"))
         guard.on_halt = lambda error: self._stop(args, control, error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

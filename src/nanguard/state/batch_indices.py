@@ -18,18 +18,23 @@ from nanguard.state.batches import num_samples
 from nanguard.state.trees import tensors
 
 _MOST_PARTS = 32
+_MOST_VALUES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedBatch:
     """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
 
-    ``is_ahead`` says that the program fetches batches before it uses those that it has.
+    ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
+    order. ``source`` identifies the loader. ``marks`` has something of the content of each tensor, for a host that
+    copies the batch to a device.
     """
 
     given: Any
     storages: tuple[Any, ...] = ()
     is_ahead: bool = False
+    source: int = 0
+    marks: tuple[Any, ...] = ()
 
     def shares_memory(self, keys: set[int]) -> bool:
         """True if one of these storages is one of this batch."""
@@ -39,11 +44,10 @@ class FetchedBatch:
 class NotedSampler:
     """A sampler that notes what it gives. Batches come in the same order, however many workers prepare in advance."""
 
-    def __init__(self, sampler: Any, *, tells: bool) -> None:
-        self._sampler, self.tells = sampler, tells
+    def __init__(self, sampler: Any, *, tells: bool, is_ahead: bool = False) -> None:
+        self._sampler, self.tells, self.is_ahead = sampler, tells, is_ahead
         self._given: deque[Any] = deque()
         self.num_forwards: int | None = None
-        self.is_ahead = False
 
     def __iter__(self) -> Iterator[Any]:
         self._given = deque()
@@ -64,11 +68,12 @@ class NotedSampler:
         for _ in range(number):
             self.next()
 
-    def fetched(self, batch: Any, num_forwards: int) -> FetchedBatch:
+    def fetched(self, batch: Any, num_forwards: int, *, is_marked: bool = False) -> FetchedBatch:
         """The batch that came now. ``num_forwards`` counts the forward passes of the training so far."""
         self.is_ahead = self.is_ahead or self.num_forwards == num_forwards
         self.num_forwards = num_forwards
-        return FetchedBatch(self.next(), storages_of(batch), self.is_ahead)
+        marks = tuple(map(_mark_of, _few_parts(batch, depth=2))) if is_marked else ()
+        return FetchedBatch(self.next(), storages_of(batch), self.is_ahead, id(self), marks)
 
 
 class _Noting(Iterator[Any]):
@@ -104,9 +109,38 @@ def begin_noted(
     return iterator, noted if isinstance(noted, NotedSampler) else None
 
 
+def noted_iterator(loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """``make()``, which makes the iterator of a loader, with a sampler that notes its indices. See ``note_of``.
+
+    If the class of the loader has its own ``__iter__``, it may do anything to the batches, also change their order.
+    """
+    if not _gives_indices(loader):
+        return make()
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = vars(loader)[name]
+    inside = sampler._sampler if isinstance(sampler, NotedSampler) else sampler
+    vars(loader)[name] = NotedSampler(inside, tells=False, is_ahead=not _iterates_as_torch(loader))
+    try:
+        return make()
+    finally:
+        vars(loader)[name] = sampler
+
+
+def note_of(iterator: Iterator[Any]) -> NotedSampler | None:
+    """The sampler that notes the indices of an iterator; None if they cannot be known."""
+    sampler = _compat_data.index_sampler(iterator)
+    return sampler if isinstance(sampler, NotedSampler) else None
+
+
 def _has_indices(loader: Any) -> bool:
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return False
+    return isinstance(loader, DataLoader) and _iterates_as_torch(loader) and _gives_indices(loader)
+
+
+def _iterates_as_torch(loader: Any) -> bool:
+    return type(loader).__iter__ is DataLoader.__iter__
+
+
+def _gives_indices(loader: Any) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and getattr(loader, "in_order", True)
 
 
@@ -117,7 +151,10 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
     """
     keys = {_compat.storage_key(tensor) for tensor in tensors(batch)}
     same = [each for each in fetched if each.shares_memory(keys)]
+    same = same or _with_same_marks(batch, fetched)
     if not same and (len(fetched) != num_parts or any(each.is_ahead for each in fetched)):
+        return ()
+    if len({each.source for each in same}) > 1:  # samples of several datasets
         return ()
     given = (same[-1] if same else fetched[place]).given
     try:
@@ -125,6 +162,21 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
     except TypeError:  # keys of another kind
         return ()
     return indices if len(indices) == num_samples_of(batch, fetched) else ()
+
+
+def _with_same_marks(batch: Any, fetched: Sequence[FetchedBatch]) -> list[FetchedBatch]:
+    """The one of which the batch is a copy; empty if that could be said of several. Syncs."""
+    if not any(each.marks for each in fetched):
+        return []
+    marks = {_mark_of(part) for part in _few_parts(batch, depth=4)}
+    found = [each for each in fetched if each.marks and marks.issuperset(each.marks)]
+    return found if len(found) == 1 else []
+
+
+def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for copies: its shape, and some of its values."""
+    flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _MOST_VALUES)]
+    return tensor.shape, tensor.dtype, repr(flat[:_MOST_VALUES].tolist())
 
 
 def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
