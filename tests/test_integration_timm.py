@@ -206,6 +206,32 @@ def test_a_checkpoint_goes_from_a_guarded_to_an_unguarded_run_and_back() -> None
             resumed.guard.detach()
 
 
+class Overflowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            hidden = self.inner(x)
+        return self.outer(torch.tanh(hidden.float()))
+
+
+def test_modules_that_are_kept_in_fp32_are_in_the_checkpoint() -> None:
+    policy = nanguard.Policy([nanguard.RaisePrecision("module"), nanguard.Skip(times=None)], divergence=None)
+    saved: dict[str, Any] = {}
+    for num_expected in (1, 0):
+        model = Overflowing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with attach(model, optimizer, policy=policy) as guard:
+            guard.loss_scaler.load_state_dict(saved)  # type: ignore[attr-defined]
+            for size in (1.0, 3e5, 1.0, 3e5):
+                guard.loss_scaler(model(torch.full((2, 4), size)).square().mean(), optimizer)  # type: ignore[attr-defined]
+                optimizer.zero_grad()
+            assert len(guard.incidents) == num_expected
+            saved = guard.loss_scaler.state_dict()  # type: ignore[attr-defined]
+
+
 def test_detach_restores_everything_and_a_scheduler_saves_only_its_own() -> None:
     program = Program(guarded=False)
     update, kind, own = AverageMeter.update, type(program.scheduler), set(program.scheduler.state_dict())

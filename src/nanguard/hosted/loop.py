@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,8 +22,10 @@ from nanguard.diagnosis.search import Search
 from nanguard.errors import ProtocolError
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.joining import claim, disclaim, joined_program
+from nanguard.hosted.saved import load_state, state_of
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.hosted.step import HostedStep
+from nanguard.hosted.trained_modules import called_parts
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.policy.policy import Policy
 from nanguard.records.steps import Incidents
@@ -130,7 +131,7 @@ class HostedLoop:
             hosted = HostedStep(
                 optimizer,
                 unwrapped(model),
-                _called(model),
+                called_parts(model),
                 settings,
                 name="" if len(several) == 1 else f"{type(optimizer).__name__} {place}",
                 shares=len(several) > 1,
@@ -160,8 +161,7 @@ class HostedLoop:
         if self._is_taping:
             self._recorder.listen(model)
         self._is_closed = False
-        self.num_forwards = 0
-        """How many forward passes of the training have begun."""
+        self.num_forwards = 0  # that have begun, of the training
 
     # ---- what the host says --------------------------------------------------------------------------------------
 
@@ -287,6 +287,14 @@ class HostedLoop:
             hosted.resumed()
         self._coordinator.forget()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the recovery has changed and is still in force, to be saved with a checkpoint; empty if nothing is."""
+        return state_of(self._steps)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what ``state_dict`` has returned, after the checkpoint was loaded. Logs what does not fit."""
+        load_state(self._steps, state)
+
     def close(self) -> None:
         """Processes what is under way, ends the run log, and removes everything from the model."""
         if self._is_closed:
@@ -390,11 +398,3 @@ class HostedLoop:
 
     def _random_states(self) -> RngState:
         return self._steps[0].random_states()
-
-
-def _called(model: nn.Module) -> list[nn.Module]:
-    """The model, and parts of it that are wrapped in DDP on their own."""
-    return [
-        model,
-        *(part for part in model.modules() if part is not model and isinstance(part, DistributedDataParallel)),
-    ]

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nanguard import _compat
@@ -128,3 +129,11 @@ def _distinct(names: Iterable[str], otherwise: str) -> list[str]:
         plain = name.replace(".", "_") or f"{otherwise}[{place}]"
         taken.append(plain if plain not in taken else f"{plain}_{place}")
     return taken
+
+
+def called_parts(model: nn.Module) -> list[nn.Module]:
+    """The model, and parts of it that are wrapped in DDP on their own."""
+    return [
+        model,
+        *(part for part in model.modules() if part is not model and isinstance(part, DistributedDataParallel)),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger("nanguard")
 
 TESTED = ("1.0", "2.0")
 
+_SAVED = "nanguard.json"
 _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
@@ -115,6 +117,7 @@ class AcceleratorGuard(AttachedGuard):
         self.seen_again: Tensor | None = None
         """The loss that the last step has come to when it was run again."""
         self._is_measured = False
+        self._loaded_from: Path | None = None
         self.loaders = FollowedLoaders(loop)
         self.at_detach(self.loaders.stop)
         for optimizer in optimizers:
@@ -122,6 +125,8 @@ class AcceleratorGuard(AttachedGuard):
         if accelerator is not None:
             for name in ("backward", "unscale_gradients", "load_state"):
                 self.wrap(accelerator, name, getattr(self, f"_{name}"))
+            self.at_detach(accelerator.register_save_state_pre_hook(functools.partial(self._save, accelerator)).remove)
+            self.at_detach(accelerator.register_load_state_pre_hook(self._note_folder).remove)
 
     def follow(self, model: nn.Module) -> None:
         """A forward pass begins whenever the model is called."""
@@ -157,7 +162,18 @@ class AcceleratorGuard(AttachedGuard):
     def _load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self.loop.resumed()
+        if self._loaded_from is not None and (path := self._loaded_from / _SAVED).exists():
+            self.loop.load_state_dict(json.loads(path.read_text()))
         return result
+
+    def _save(self, accelerator: Any, models: Any, weights: Any, output_dir: str) -> None:
+        """In a checkpoint, what the recovery has changed: mostly nothing, and then there is no file."""
+        state = self.loop.state_dict()
+        if state and accelerator.is_main_process:
+            (Path(output_dir) / _SAVED).write_text(json.dumps(state))
+
+    def _note_folder(self, models: Any, input_dir: str) -> None:
+        self._loaded_from = Path(input_dir)
 
     def _guard_steps(self, optimizer: Any) -> None:
         original = optimizer.step

@@ -23,6 +23,7 @@ from nanguard.step.assembly import as_tuple
 from nanguard.step.observers import Observer
 
 TESTED = ("2.4", "2.7")
+_SAVED = "nanguard"
 
 
 def attach(
@@ -108,6 +109,8 @@ class FabricGuard(SteppingGuard):
         self.replace(fabric, "backward", self._backward(fabric.backward))
         self.replace(fabric, "clip_gradients", self._clip_gradients(fabric.clip_gradients))
         self.replace(precision, "unscale_gradients", self._unscale_gradients(precision.unscale_gradients))
+        self.wrap(fabric, "save", self._save)
+        self.wrap(fabric, "load", self._load)
         for scheduler in schedulers:
             self.hold(scheduler, functools.partial(self._is_held, scheduler))
         # Before the hooks of the loop: they have to know that a step begins.
@@ -145,6 +148,18 @@ class FabricGuard(SteppingGuard):
                 self.measure(optimizer)
 
         return unscale_gradients
+
+    def _save(self, original: Callable[..., None], path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """With what the recovery has changed: mostly nothing, and then the checkpoint is that of the program alone."""
+        changed = self.loop.state_dict()
+        original(path, {**state, _SAVED: changed} if changed else state, *args, **kwargs)
+
+    def _load(self, original: Callable[..., dict[str, Any]], path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        remainder = original(path, *args, **kwargs)
+        self.loop.resumed()
+        if isinstance(remainder, dict):
+            self.loop.load_state_dict(remainder.pop(_SAVED, {}))
+        return remainder
 
     def _is_held(self, scheduler: LRScheduler) -> bool:
         return id(_raw(scheduler.optimizer)) in self._unapplied

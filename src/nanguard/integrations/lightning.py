@@ -64,6 +64,7 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         self._before_fit = AttachedGuard()
         """What is replaced before training begins."""
         self._loaders = FollowedLoaders()
+        self._loaded: dict[str, Any] = {}
         self.when_refused: Callable[[Sequence[Optimizer], ValueError], None] | None = None
         """Called if the optimizers cannot be guarded, which is an error otherwise."""
 
@@ -135,6 +136,8 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             return
         self._guarded = GuardedFit(loop, trainer, pl_module)
         self._loaders.tell(loop)
+        loop.load_state_dict(self._loaded)
+        self._loaded = {}
 
     def _was_skipped(self) -> None:
         if self._guarded is not None:
@@ -167,9 +170,16 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing of our own. A checkpoint is being saved, and has to be of steps that are known."""
+        """What the recovery has changed and is still in force, mostly nothing.
+
+        A checkpoint is being saved, and has to be of steps that are known.
+        """
         self._settle()
-        return {}
+        return self._loaded if self._guarded is None else self._guarded.loop.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Training has not begun yet: it is put back then."""
+        self._loaded = state_dict
 
     def _settle(self) -> None:
         if self._guarded is not None:

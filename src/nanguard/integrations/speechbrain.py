@@ -24,6 +24,7 @@ from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
 TESTED = ("1.0", "2.0")
+_SAVED = "nanguard"
 
 
 def attach(
@@ -87,6 +88,10 @@ class BrainGuard(AttachedGuard):
             "on_stage_end",
         ):
             self.wrap(brain, name, getattr(self, f"_in_{name.removeprefix('_')}"))
+        self._loaded: dict[str, Any] = {}
+        if brain.checkpointer is not None:
+            self.wrap(brain.checkpointer, "save_checkpoint", self._in_save_checkpoint)
+            self.wrap(brain.checkpointer, "load_checkpoint", self._in_load_checkpoint)
         self.replace(brain, "scaler", _WatchedScaler(brain.scaler, self))
         self.at_detach(lambda: self._end(None))
 
@@ -118,6 +123,19 @@ class BrainGuard(AttachedGuard):
             else:
                 self._is_fitting = True
                 self._loaders.tell(self._loop)
+                self._loop.load_state_dict(self._loaded)
+        self._loaded = {}
+
+    def _in_save_checkpoint(self, original: Callable[..., Any], meta: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """What the recovery has changed is in the metadata: mostly nothing."""
+        state = self.loop.state_dict() if self._is_fitting else {}
+        return original({**(meta or {}), **({_SAVED: state} if state else {})}, *args, **kwargs)
+
+    def _in_load_checkpoint(self, original: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """``fit`` loads one before it begins to train."""
+        result = original(checkpoint, *args, **kwargs)
+        self._loaded = checkpoint.meta.get(_SAVED, {})
+        return result
 
     def _in_fit_train(self, original: Callable[..., None], train_set: Any, *args: Any, **kwargs: Any) -> None:
         """One epoch."""

@@ -22,6 +22,7 @@ from nanguard.step.observers import Observer
 
 TESTED = ("1.0", "2.0")
 _SKIPPED = "nanguard_skipped"
+_CHANGED = "nanguard_changed"
 
 
 def attach(
@@ -153,13 +154,18 @@ class GuardedScaler:
             inner.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, if there is one, and the number of skipped steps. A ``NativeScaler`` can load it too."""
+        """The loss scale, if there is one, the number of skipped steps, and what the recovery has changed.
+
+        A ``NativeScaler`` can load it too.
+        """
         scale = {} if self._scaler is None else self._scaler.state_dict()
-        return {**scale, _SKIPPED: self.num_skipped}
+        changed = self._loop.state_dict()
+        return {**scale, _SKIPPED: self.num_skipped, **({_CHANGED: changed} if changed else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also loads what a ``NativeScaler`` has saved."""
-        scale = {key: value for key, value in state_dict.items() if key != _SKIPPED}
+        scale = {key: value for key, value in state_dict.items() if key not in (_SKIPPED, _CHANGED)}
         self.num_skipped = state_dict.get(_SKIPPED, 0)
+        self._loop.load_state_dict(state_dict.get(_CHANGED, {}))
         if self._scaler is not None and scale:
             self._scaler.load_state_dict(scale)

@@ -22,7 +22,14 @@ from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.integrations.options import check_given, checked_options
 from nanguard.integrations.packages import require
 from nanguard.integrations.transformers_callback import TESTED, GuardCallback, stop_cleanly
-from nanguard.integrations.transformers_logged import Logged, collected, counting_nothing, is_asked_for
+from nanguard.integrations.transformers_logged import (
+    Logged,
+    collected,
+    counting_nothing,
+    is_asked_for,
+    note_state,
+    put_back_state,
+)
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
@@ -156,6 +163,8 @@ class TrainerGuard(AttachedGuard):
         has_nothing_else = trainer.state.global_step <= trainer._globalstep_last_logged
         if trainer.control.should_log and has_nothing_else and self._num_skipped:
             trainer.log({SKIPPED: self.num_skipped})
+        if self._inner is not None:
+            note_state(trainer.state, self.loop)
         original(loss_sum, now.norm, *args, **kwargs)
         self._before, self._after = before, Logged(loss_sum.clone(), now.norm)
 
@@ -193,6 +202,7 @@ class TrainerGuard(AttachedGuard):
             **self._options,
         )
         self._loaders.tell(loop)
+        put_back_state(trainer.state, loop)
         self._inner = inner = AcceleratorGuard(loop, trainer.accelerator, [trainer.optimizer])
         inner.in_users_size, inner.on_halt = self._in_users_size, self._stop
         self._stack.enter_context(inner)

@@ -15,6 +15,7 @@ from nanguard.integrations.accelerate import AcceleratorGuard, plain_optimizer, 
 from nanguard.integrations.attached import AttachedGuard
 from nanguard.integrations.options import checked_options
 from nanguard.integrations.packages import require
+from nanguard.integrations.transformers_logged import note_state, put_back_state
 from nanguard.policy.policy import Policy
 from nanguard.step.observers import Observer
 
@@ -80,9 +81,13 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
             **self._options,
         )
         self.guard = guard = AcceleratorGuard(loop, None, [optimizer])
+        put_back_state(state, loop)
         guard.follow(model)
         guard.loaders.follow(kwargs.get("train_dataloader"))
         guard.on_halt = lambda error: self._stop(args, control, error)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        note_state(state, self.guard.loop)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.guard.detach()

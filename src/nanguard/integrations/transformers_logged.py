@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanguard.hosted.loop import HostedLoop
+
 _COLLECTED = ("_metrics", "_stored_metrics")
 """Attributes in which the trainers of TRL collect numbers until they are logged."""
+
+_SAVED = "nanguard"
 
 
 class Logged(NamedTuple):
@@ -32,6 +36,19 @@ def is_asked_for(control: Any) -> bool:
     """Whether the Trainer is about to log, save, evaluate or stop."""
     names = ("should_log", "should_save", "should_evaluate", "should_epoch_stop", "should_training_stop")
     return any(getattr(control, name, False) for name in names)
+
+
+def note_state(state: Any, loop: HostedLoop) -> None:
+    """What the recovery has changed is saved with the state of the Trainer: ``trainer_state.json``."""
+    held = state.stateful_callbacks
+    held.pop(_SAVED, None)
+    if saved := loop.state_dict():
+        held[_SAVED] = saved
+
+
+def put_back_state(state: Any, loop: HostedLoop) -> None:
+    """Of the checkpoint that training goes on from, if there is one."""
+    loop.load_state_dict(state.stateful_callbacks.get(_SAVED, {}))
 
 
 def collected(trainer: Any) -> dict[str, Any]:

@@ -69,6 +69,15 @@ class Islands:
         """Whether there is a module of this name that is called: a list of modules or parameters is not."""
         return name in self._modules and type(self._modules[name]).forward is not nn.Module.forward
 
+    def outermost(self) -> tuple[str, ...]:
+        """The model itself, ``""``; if it is a mere container, which is never called, the outermost modules in it."""
+        found: list[str] = []
+        for name in self._modules:
+            is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+            if _has_forward(self._modules[name]) and not is_inside:
+                found.append(name)
+        return tuple(found)
+
     def release(self, *patterns: str | nn.Module) -> tuple[str, ...]:
         """Lets kept modules run as before, all of them without a pattern, and returns the names of these."""
         matched = self._matched(patterns) if patterns else set(self._islands)

@@ -62,7 +62,8 @@ class DryRun:
     def in_fp32(self, pending: PendingStep, names: Sequence[str]) -> Iterator[None]:
         """These modules run in fp32; for ``[""]`` the whole step, with autocast and loss scale off. Casts nothing."""
         parts = self._parts
-        kept = parts.islands.keep(*(name for name in names if name not in parts.islands.names))
+        wanted = parts.islands.outermost() if "" in names else names
+        kept = parts.islands.keep(*(name for name in wanted if name not in parts.islands.names))
         modes = [micro.autocast for micro in pending.microbatches]
         try:
             with contextlib.ExitStack() as stack:
