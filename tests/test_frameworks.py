@@ -18,6 +18,7 @@ from nanguard.autopilot.launch import WhenImported
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from nanguard.integrations.transformers import GuardCallback, attach
 from test_integration_transformers import BAD, BATCH, WINDOWS, history_of, make, samples, state_of, without_window
 
 
@@ -41,6 +42,19 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert history_of(plain) == history_of(healthy)
     assert differences(state_of(never), state_of(run)) == []
     assert run.lr_scheduler.last_epoch == WINDOWS - 1
+
+
+def test_a_callback_of_the_program_is_the_only_guard(tmp_path: Path) -> None:
+    bad = samples()
+    bad[BAD * BATCH]["x"] = bad[BAD * BATCH]["x"] * NAN
+    callback = GuardCallback()
+    with nanguard.install() as autopilot:
+        run = make(bad, tmp_path, callbacks=[callback])
+        run.train()
+        assert autopilot.counts.get("applied", 0) == 0
+    assert (callback.guard.counts["applied"], callback.guard.counts["skipped"]) == (WINDOWS - 1, 1)
+    with pytest.raises(ValueError, match="has a GuardCallback, which guards it too"):
+        attach(run)
 
 
 def test_what_the_adapter_refuses_is_guarded_by_the_patches(tmp_path: Path) -> None:

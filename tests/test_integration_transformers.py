@@ -569,6 +569,9 @@ def test_ranks_skip_together_and_the_one_with_the_bad_batch_examines_it() -> Non
         assert result["cause"] == "input_nonfinite"
         assert result["culprit"] == 1
         assert result["capture"] == "step"
+        assert (result["samples"], result["indices"]) == ([3], [31])
+        assert result["refused"].startswith("GuardCallback guards one process, and this training has 2")
+        assert "attach(trainer)" in result["refused"]
     assert results[0]["logs_same"]
 
 

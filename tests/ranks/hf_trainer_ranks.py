@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from nanguard.integrations.transformers import attach
+from nanguard.integrations.transformers import GuardCallback, attach
 
 STEPS, BAD, BATCH, WORLD = 6, 3, 4, 2
 
@@ -61,16 +61,28 @@ def fit(*, guarded: bool) -> tuple[dict[str, object], list[Tensor]]:
     if guard is not None:
         diagnosis = guard.incidents[0].outcome.diagnosis
         result |= {"cause": diagnosis.cause, "culprit": diagnosis.rank, "capture": diagnosis.capture}
-        result |= {"samples": diagnosis.samples, "unsound": guard.unsound()}
+        result |= {"samples": diagnosis.samples, "indices": diagnosis.dataset_indices, "unsound": guard.unsound()}
     return result, [t.detach().clone() for t in model.state_dict().values()]
 
 
+def refused() -> str:
+    """Why ``GuardCallback`` does not guard several processes."""
+    args = TrainingArguments(tempfile.mkdtemp(), max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
+    data = [{"x": torch.ones(4), "labels": torch.ones(())} for _ in range(WORLD)]
+    try:
+        Trainer(Net(), args, train_dataset=data, callbacks=[GuardCallback()]).train()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
+    told = refused()
     result, state = fit(guarded=True)
     never, expected = fit(guarded=False)
     same = all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
     logs_same = result["losses"] == never["losses"]
-    print("RESULT", json.dumps({**result, "same": same, "logs_same": logs_same}), flush=True)
+    print("RESULT", json.dumps({**result, "refused": told, "same": same, "logs_same": logs_same}), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -134,11 +134,14 @@ def _lightning(trainer: Any, decline: Decline) -> Iterator[None]:
 @contextlib.contextmanager
 def _attaching(module: str, marker: str, trainer: Any, decline: Decline) -> Iterator[None]:
     """Calls ``attach(trainer)`` of an integration. ``marker`` is an attribute that it sets on the trainer."""
-    if marker in vars(trainer):  # the program's own
+    integration = importlib.import_module(module)
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", ())
+    has_callback = any(isinstance(each, integration.GuardCallback) for each in callbacks)
+    if marker in vars(trainer) or has_callback:  # the program's own
         with joining(None):
             yield
         return
-    guard = importlib.import_module(module).attach(trainer)
+    guard = integration.attach(trainer)
     guard.when_refused = decline
     with guard:
         yield

@@ -68,6 +68,8 @@ def attach(
     step = vars(trainer).get("training_step")
     if isinstance(getattr(getattr(step, "func", None), "__self__", None), TrainerGuard):
         raise ValueError("this Trainer is guarded already: call detach() of the guard that attach() returned first")
+    if any(isinstance(each, GuardCallback) for each in trainer.callback_handler.callbacks):
+        raise ValueError("this Trainer has a GuardCallback, which guards it too: remove it, attach() does all it does")
     options = checked_options(policy=policy, run_dir=run_dir, observers=observers, diagnose=diagnose, capture=capture)
     return TrainerGuard(trainer, options)
 

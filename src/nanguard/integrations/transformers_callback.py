@@ -29,6 +29,11 @@ _CANNOT = (
     "nanguard.integrations.transformers.attach(trainer) does all of it"
 )
 
+_INSTEAD = (
+    "Remove it from callbacks=[...], and call nanguard.integrations.transformers.attach(trainer) after the Trainer is "
+    "made; or start the program with nanguard run"
+)
+
 
 def stop_cleanly(control: Any, args: Any, error: NonFiniteError) -> None:
     """Training ends after this step, with a checkpoint if the program saves any."""
@@ -65,10 +70,15 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if args.world_size > 1 or not hasattr(optimizer, "step_was_skipped"):
+        if args.world_size > 1:
             raise ValueError(
-                f"GuardCallback supports one process and no DeepSpeed, got {args.world_size} and a "
-                f"{type(optimizer).__name__}: use nanguard.integrations.transformers.attach(trainer)"
+                f"GuardCallback guards one process, and this training has {args.world_size}: a callback is not given "
+                f"the model that averages gradients over them. {_INSTEAD}"
+            )
+        if not hasattr(optimizer, "step_was_skipped"):
+            raise ValueError(
+                f"GuardCallback does not support {type(optimizer).__name__}, which Accelerate has not prepared "
+                "(DeepSpeed steps by itself): train without DeepSpeed, or without nanguard"
             )
         log.warning(_CANNOT)
         self.guard.detach()
