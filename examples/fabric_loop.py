@@ -26,7 +26,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(inputs, labels), batch_size=32))
 
-    with attach(fabric, model, optimizer, schedule) as guard:
+    with attach(fabric, model, optimizer, schedule, loader=loader) as guard:
         for _ in range(5):
             for batch, label in loader:
                 loss = F.cross_entropy(model(batch), label)
@@ -36,10 +36,10 @@ def main() -> None:
                 schedule.step()
                 optimizer.zero_grad()
 
-    print(f"last loss: {float(loss):.3f}, the schedule has counted {schedule.last_epoch} steps")
+    print(f"last loss: {loss.item():.3f}, the schedule has counted {schedule.last_epoch} steps")
     print(f"applied={guard.counts['applied']}, skipped={guard.counts['skipped']}")
     diagnosis = guard.incidents[0].outcome.diagnosis
-    print(f"cause: {diagnosis.cause} in {diagnosis.module}" if diagnosis else "cause: unknown")
+    print(f"cause: {diagnosis.cause}, record {diagnosis.dataset_indices}" if diagnosis else "cause: unknown")
 
 
 if __name__ == "__main__":

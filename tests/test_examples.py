@@ -74,7 +74,7 @@ def test_fabric(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of("fabric_loop.py", capsys)
     assert "the schedule has counted 95 steps" in out
     assert "applied=95, skipped=5" in out
-    assert "cause: input_nonfinite in 0" in out
+    assert "cause: input_nonfinite, record (333,)" in out
     assert "nan" not in out
 
 

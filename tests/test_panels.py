@@ -19,7 +19,7 @@ from nanguard.records.diagnosis import Diagnosis, Fix, Source
 from nanguard.records.diagnosis_text import place_in_words
 from nanguard.records.layout import fitted
 from nanguard.records.panel import panel, repeated, rows
-from nanguard.records.steps import Action, Incident, Means, Outcome, Reading, Verdict
+from nanguard.records.steps import Action, Incident, Incidents, Means, Outcome, Reading, Verdict
 
 READING = Reading(step=66, epoch=0, batch=None, loss=math.nan, found=("loss",))
 SOURCE = Source(file="/a/train.py", line=24, text="scores = self.query(x) @ self.key(x).mT  # a long line of a program")
@@ -49,6 +49,12 @@ def diagnosis(**given: Any) -> Diagnosis:
         "fix": Fix(words="scale down before this op, normalise, or run it in bf16 or fp32"),
     }
     return Diagnosis(**{**told, **given})
+
+
+def test_incidents_are_printed_as_one_line_for_each() -> None:
+    happened = "step 66: the loss is NaN: step skipped, nothing changed"
+    assert str(Incidents([incident(diagnosis()), incident()])) == f"{happened} (overflow of fp16)\n{happened}"
+    assert str(Incidents()) == "no incidents"
 
 
 def test_first_what_and_what_was_done_then_where_why_sample_fix_and_what_was_saved() -> None:

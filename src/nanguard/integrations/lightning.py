@@ -87,6 +87,10 @@ class GuardCallback(_callback_class()):  # type: ignore[misc]
         """How many steps were applied, skipped, backed off, and so on."""
         return self.guard.counts
 
+    def summary(self) -> str:
+        """The run in one line. Syncs."""
+        return self.guard.summary()
+
     @property
     def last_step_was_skipped(self) -> bool:
         """For your own callbacks, in ``on_train_batch_end``: whether the step of this batch changed nothing."""

@@ -211,9 +211,19 @@ class Incident:
 
 
 class Incidents(tuple[Incident, ...]):
-    """Incidents in order. A tuple that a notebook shows as a table."""
+    """Incidents in order. A tuple that is printed as one line for each, and that a notebook shows as a table."""
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        from nanguard.records.panel import headline
+
+        lines = [
+            f"step {each.reading.step:,}: {headline(each.outcome)}"
+            + ("" if each.diagnosis is None else f" ({each.diagnosis.words})")
+            for each in self
+        ]
+        return "\n".join(lines) or "no incidents"
 
     def _repr_html_(self) -> str:
         """The HTML for a notebook."""
