@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 import nanguard
 from frameworks import import_speechbrain
 from helpers import NAN
+from nanguard.integrations.loaders import FollowedLoaders
 from nanguard.records.steps import Incidents
+from nanguard.state.batch_indices import NotedSampler
 
 pl = pytest.importorskip("lightning.pytorch")
 fabric = pytest.importorskip("lightning.fabric")
@@ -285,3 +287,22 @@ def test_a_resumed_trainer_names_it_or_says_nothing(tmp_path: Path) -> None:
     found = [index for incident in guard.incidents for index in incident.diagnosis.dataset_indices]  # type: ignore[union-attr]
     assert found
     assert set(found) <= set(BAD)
+
+
+def test_an_error_of_ours_does_not_end_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ArithmeticError("of ours")
+
+    monkeypatch.setattr(NotedSampler, "fetched", fail)
+    loader = make_loader()
+    incidents = with_fabric(tmp_path, guarded=True, workers=0, accumulate=1, copies=False, loader=loader)
+    assert len(incidents) >= 2
+    assert "_get_iterator" not in vars(loader)
+
+
+def test_batches_of_any_kind_are_let_through() -> None:
+    loaders = FollowedLoaders()
+    parts = [torch.ones(2), torch.nested.nested_tensor([torch.ones(2)]), torch.eye(2).to_sparse(), None, "text", 3]
+    given = list(loaders.follow(DataLoader(parts, batch_size=None)))  # type: ignore[arg-type]
+    assert len(given) == len(parts)
+    loaders.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader
 from nanguard import _compat_data
 from nanguard.hosted.loop import HostedLoop
 from nanguard.state.batch_indices import FetchedBatch, note_of, noted_iterator
+
+log = logging.getLogger("nanguard")
 
 _WRAPPED = ("base_dataloader", "_dataloader")
 """Where Accelerate and Fabric keep the loader that they have wrapped."""
@@ -89,6 +92,13 @@ class FollowedLoaders:
         return self._kinds[kind]
 
     def _fetched(self, iterator: Iterator[Any], batch: Any) -> None:
+        try:
+            self._tell_of(iterator, batch)
+        except Exception:  # of ours: the loop of the program goes on
+            log.exception("batches of a loader could not be noted: their records are not named from now on")
+            self.stop()
+
+    def _tell_of(self, iterator: Iterator[Any], batch: Any) -> None:
         noted = note_of(iterator)
         if noted is None:
             return

@@ -72,7 +72,8 @@ class NotedSampler:
         """The batch that came now. ``num_forwards`` counts the forward passes of the training so far."""
         self.is_ahead = self.is_ahead or self.num_forwards == num_forwards
         self.num_forwards = num_forwards
-        marks = tuple(map(_mark_of, _few_parts(batch, depth=2))) if is_marked else ()
+        parts = _few_parts(batch, depth=2) if is_marked else ()
+        marks = tuple(_mark_of(part) for part in parts if part.device.type == "cpu")  # elsewhere it would wait
         return FetchedBatch(self.next(), storages_of(batch), self.is_ahead, id(self), marks)
 
 
@@ -192,7 +193,7 @@ def storages_of(batch: Any) -> tuple[Any, ...]:
 
 def _few_parts(batch: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        if batch.layout is torch.strided and not batch.is_meta:
+        if batch.layout is torch.strided and not (batch.is_meta or batch.is_nested):
             yield batch
     elif depth and isinstance(batch, (list, tuple, Mapping)):
         parts = batch.values() if isinstance(batch, Mapping) else batch
