@@ -26,15 +26,15 @@ class FetchedBatch:
     """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
 
     ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
-    order. ``source`` identifies the loader. ``marks`` has something of the content of each tensor, for a host that
-    copies the batch to a device.
+    order. ``source`` identifies the loader. ``marks`` has shape and a few values of each tensor, for a host that copies
+    the batch to a device.
     """
 
     given: Any
     storages: tuple[Any, ...] = ()
     is_ahead: bool = False
     source: int = 0
-    marks: tuple[Any, ...] = ()
+    marks: tuple[tuple[torch.Size, Tensor], ...] = ()
 
     def shares_memory(self, keys: set[int]) -> bool:
         """True if one of these storages is one of this batch."""
@@ -72,8 +72,8 @@ class NotedSampler:
         """The batch that came now. ``num_forwards`` counts the forward passes of the training so far."""
         self.is_ahead = self.is_ahead or self.num_forwards == num_forwards
         self.num_forwards = num_forwards
-        parts = _few_parts(batch, depth=2) if is_marked else ()
-        marks = tuple(_mark_of(part) for part in parts if part.device.type == "cpu")  # elsewhere it would wait
+        parts = [part for part in _few_parts(batch, depth=2) if part.device.type == "cpu"] if is_marked else []
+        marks = tuple((part.shape, _few_values(part)) for part in parts if part.is_contiguous())
         return FetchedBatch(self.next(), storages_of(batch), self.is_ahead, id(self), marks)
 
 
@@ -169,15 +169,21 @@ def _with_same_marks(batch: Any, fetched: Sequence[FetchedBatch]) -> list[Fetche
     """The one of which the batch is a copy; empty if that could be said of several. Syncs."""
     if not any(each.marks for each in fetched):
         return []
-    marks = {_mark_of(part) for part in _few_parts(batch, depth=4)}
-    found = [each for each in fetched if each.marks and marks.issuperset(each.marks)]
+    parts = [part for part in _few_parts(batch, depth=4) if part.is_contiguous()]
+    known = {_readable(part.shape, _few_values(part)) for part in parts}
+    found = [each for each in fetched if each.marks and known.issuperset(_readable(*mark) for mark in each.marks)]
     return found if len(found) == 1 else []
 
 
-def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for copies: its shape, and some of its values."""
-    flat = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _MOST_VALUES)]
-    return tensor.shape, tensor.dtype, repr(flat[:_MOST_VALUES].tolist())
+def _few_values(tensor: Tensor) -> Tensor:
+    """A copy of some values of a contiguous tensor, equal for copies of the tensor."""
+    number = tensor.numel()
+    return tensor.detach().as_strided((min(number, _MOST_VALUES),), (max(1, number // _MOST_VALUES),)).clone()
+
+
+def _readable(shape: torch.Size, values: Tensor) -> tuple[Any, ...]:
+    """NaN are equal here."""
+    return shape, values.dtype, repr(values.tolist())
 
 
 def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
