@@ -172,8 +172,10 @@ def with_fabric(
     runner = fabric.Fabric(accelerator="cpu", devices=1)
     plain = Net()
     net, optimizer = runner.setup(plain, torch.optim.SGD(plain.parameters(), lr=1e-3))
-    loader = loader or runner.setup_dataloaders(make_loader(workers))
+    if not workers:
+        loader = loader or runner.setup_dataloaders(make_loader())
     guard = for_fabric.attach(runner, net, optimizer, loader=loader) if guarded else None
+    loader = loader or runner.setup_dataloaders(make_loader(workers))
     for _ in range(2):
         for number, batch in enumerate(loader, start=1):
             runner.backward(net(**(copied(batch) if copies else batch))["loss"] / accumulate)

@@ -51,7 +51,7 @@ def attach(
         scheduler: schedulers that the loop advances. Those that are advanced for each step are held after a skipped
             one: their ``step()`` then does nothing.
         loader: the loader that the loop trains with, or several: a diagnosis then names the guilty record by its index
-            in the dataset.
+            in the dataset. Those that ``fabric.setup_dataloaders`` makes later need not be given.
         schedule_per: whether the loop advances them for each step or for each epoch.
         policy: what to do about bad steps. The default skips them as long as the run makes progress, and rolls
             damage back. If it halts, ``optimizer.step()`` raises ``NonFiniteError``.
@@ -88,6 +88,14 @@ def attach(
     guard.at_detach(loaders.stop)
     for each in as_tuple(loader):
         loaders.follow(each)
+
+    def setup_dataloaders(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        for each in as_tuple(made):
+            loaders.follow(each)
+        return made
+
+    guard.wrap(fabric, "setup_dataloaders", setup_dataloaders)
     return guard
 
 
