@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanguard.records.words import counted
+
 Note = Literal["zero", "subnormal", "over_fp16", "under_fp16", "over_bf16"]
 """Information, not a fault: a note never changes a verdict."""
 
@@ -143,13 +145,13 @@ class FileReport:
     def headline(self) -> str:
         """The verdict without the reasons why something could not be read."""
         tensors, numbers = self.nonfinite, [n for n in self.numbers if n.faulty]
-        total = _count(len(self.tensors), "tensor")
+        total = counted(len(self.tensors), "tensor")
         bad = []
         if tensors:
             verb = "holds" if len(tensors) == 1 else "hold"
             bad.append(f"{len(tensors):,} of {total} {verb} non-finite values")
         if numbers:
-            bad.append(f"{_count(len(numbers), 'number')} {'is' if len(numbers) == 1 else 'are'} non-finite")
+            bad.append(f"{counted(len(numbers), 'number')} {'is' if len(numbers) == 1 else 'are'} non-finite")
         unread = "" if not self.problems else "partly unreadable" if self.tensors else "unreadable"
         if bad:
             return "; ".join(filter(None, [f"NOT clean: {' and '.join(bad)}", unread]))
@@ -204,7 +206,3 @@ def short_number(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

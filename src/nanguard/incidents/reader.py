@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,11 @@ def _bundle(folder: Path, document: dict[str, Any]) -> Bundle:
     stored = document.get("tensors")
     check_tensors(folder, stored)
     _check_contents(document)
-    told = document.get("diagnosis")
-    outcome = built(Outcome, {**built(dict, document.get("outcome"), "outcome"), "diagnosis": None}, "outcome")
-    diagnosis = None if told is None else Diagnosis.from_dict(told)
+    outcome = {**built(dict, document.get("outcome"), "outcome"), "diagnosis": document.get("diagnosis")}
     return Bundle(
         path=folder,
         number=document["number"],
-        outcome=replace(outcome, diagnosis=diagnosis, bundle=str(folder)),
+        outcome=built(Outcome, {**outcome, "bundle": str(folder)}, "outcome"),
         history=built(tuple[Reading, ...], document.get("history", []), "history"),
         facts={key: value for key, value in document.items() if key not in ("contents", "tensors")},
         _contents=document["contents"],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from nanguard.records.diagnosis_text import long_text_of, panel_of
 from nanguard.records.plain import plain
+from nanguard.records.rebuild import built
 
 Phase = Literal["forward", "backward", "data", "parameter", "buffer", "optimizer"]
 """``forward``: a forward op made it, even if only a gradient is non-finite. ``backward``: the forward pass was finite.
@@ -178,8 +178,8 @@ class Diagnosis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
         """The diagnosis from the output of ``as_dict``, also after JSON. Unknown fields are ignored."""
-        built: Diagnosis = _build(cls, data)
-        return built
+        diagnosis: Diagnosis = built(cls, data, "diagnosis")
+        return diagnosis
 
     def as_json(self, indent: int | None = None) -> str:
         """The diagnosis as JSON. NaN and Inf, which JSON does not have, become strings."""
@@ -197,34 +197,3 @@ class Diagnosis:
         from nanguard.records.notebook import diagnosis_html
 
         return diagnosis_html(self)
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """A value of a record from its plain form. Raises ``ValueError`` if it is malformed."""
-    origin = get_origin(kind)
-    if origin in (types.UnionType, Union):
-        options = [option for option in get_args(kind) if option is not type(None)]
-        return None if value is None else _build(options[0], value)
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise ValueError(f"{kind.__name__} must be an object, got {type(value).__name__}")
-        hints = get_type_hints(kind)
-        try:
-            return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in fields(kind) if f.name in value})
-        except TypeError as error:
-            raise ValueError(f"{kind.__name__}: {error}") from None
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"expected a list, got {value!r:.60}")
-        return tuple(_build(get_args(kind)[0], each) for each in value)
-    if origin is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{value!r:.60} is none of {', '.join(map(str, get_args(kind)))}")
-        return value
-    if kind is float:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError(f"expected a number, got {value!r:.60}")
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"expected {kind.__name__}, got {value!r:.60}")
-    return value

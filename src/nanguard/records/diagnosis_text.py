@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanguard.records.layout import laid_out, verbatim
+from nanguard.records.words import counted, joined
 
 if TYPE_CHECKING:
-    from nanguard.records.diagnosis import Diagnosis, Link, Operand, Source
+    from nanguard.records.diagnosis import Diagnosis, Link, Operand, Source, Stretch, Trial
 
 _CAPTURED = {
     "step": "the whole step was replayed",
@@ -35,7 +36,9 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         where = f"{places} {_numbers(diagnosis.samples)} of the batch"
         if diagnosis.dataset_indices:
             where += f": dataset {places} {_numbers(diagnosis.dataset_indices)}"
-        yield "sample", where + _element(diagnosis)
+        if diagnosis.element:
+            where += f", first at {list(diagnosis.element)}"
+        yield "sample", where
     if diagnosis.fix.words:
         yield "fix", diagnosis.fix.words
     if tried := _tried(diagnosis):
@@ -56,29 +59,34 @@ def panel_of(diagnosis: Diagnosis) -> str:
 
 def long_text_of(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, in sections."""
+    sections: dict[str, Iterable[str]] = {
+        "evidence": facts(diagnosis),
+        "from birth to where it showed": map(_link, diagnosis.chain),
+        "largest values inside each module, in the order of the forward pass": _trail(diagnosis.trail),
+        "tried on this step": _trials(diagnosis.tried),
+        "other non-finite values, which reached neither loss nor gradient": map(_link, diagnosis.harmless),
+        "how this was found": how_found(diagnosis),
+    }
     parts = [panel_of(diagnosis)]
-    evidence = [f"  {fact}" for fact in facts(diagnosis)]
-    if evidence:
-        parts.append("\n".join(["evidence", *evidence]))
-    if diagnosis.chain:
-        parts.append("\n".join(["from birth to where it showed", *(f"  {_link(link)}" for link in diagnosis.chain)]))
-    if diagnosis.trail:
-        width = max(len(stretch.module or "(top level)") for stretch in diagnosis.trail)
-        lines = [
-            f"  {stretch.module or '(top level)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
-            f"{format_name(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
-            for stretch in diagnosis.trail
-        ]
-        parts.append("\n".join(["largest values inside each module, in the order of the forward pass", *lines]))
-    if diagnosis.tried:
-        wide = min(48, max(len(trial.what) for trial in diagnosis.tried))
-        lines = [f"  {trial.what:<{wide}}  {trial.result or 'not tried: ' + trial.detail}" for trial in diagnosis.tried]
-        parts.append("\n".join(["tried on this step", *lines]))
-    if diagnosis.harmless:
-        lines = [f"  {_link(link)}" for link in diagnosis.harmless]
-        parts.append("\n".join(["other non-finite values, which reached neither loss nor gradient", *lines]))
-    parts.append("\n".join(["how this was found", *(f"  {line}" for line in how_found(diagnosis))]))
+    for title, lines in sections.items():
+        if indented := [f"  {line}" for line in lines]:
+            parts.append("\n".join([title, *indented]))
     return "\n\n".join(parts)
+
+
+def _trail(trail: Sequence[Stretch]) -> Iterator[str]:
+    width = max((len(stretch.module or "(top level)") for stretch in trail), default=0)
+    for stretch in trail:
+        yield (
+            f"{stretch.module or '(top level)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
+            f"{format_name(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
+        )
+
+
+def _trials(tried: Sequence[Trial]) -> Iterator[str]:
+    width = min(48, max((len(trial.what) for trial in tried), default=0))
+    for trial in tried:
+        yield f"{trial.what:<{width}}  {trial.result or 'not tried: ' + trial.detail}"
 
 
 def place_in_words(module: str, source: Source | None = None) -> str:
@@ -104,10 +112,6 @@ def _where(diagnosis: Diagnosis) -> str:
     return (f"{place} ({what})" if place else what) + code
 
 
-def _line(source: Source | None) -> str:
-    return "" if source is None else f"{source}   {source.text}".rstrip()
-
-
 def _tried(diagnosis: Diagnosis) -> str:
     """The fix that was tried on this step. Advice that was not tried is not in it."""
     fix, modules = diagnosis.fix, diagnosis.modules_to_keep
@@ -116,10 +120,6 @@ def _tried(diagnosis: Diagnosis) -> str:
     what = f"{joined(modules)} in fp32" if modules else "the whole model in fp32"
     result = "makes this step finite" if fix.worked else "is not enough for this step"
     return f"{what} {result}" + (f":{verbatim(fix.code)}" if fix.code else "")
-
-
-def _element(diagnosis: Diagnosis) -> str:
-    return f", first at {list(diagnosis.element)}" if diagnosis.element else ""
 
 
 def facts(diagnosis: Diagnosis) -> Iterator[str]:
@@ -151,8 +151,8 @@ def _bound(value: float | None) -> str:
 
 
 def _link(link: Link) -> str:
-    where = link.module or "(top level)"
-    return "   ".join(filter(None, [link.became, f"{link.op}, {link.phase}", where, _line(link.source)]))
+    line = "" if link.source is None else f"{link.source}   {link.source.text}".rstrip()
+    return "   ".join(filter(None, [link.became, f"{link.op}, {link.phase}", link.module or "(top level)", line]))
 
 
 def examined(diagnosis: Diagnosis | None) -> tuple[Any, ...]:
@@ -166,20 +166,12 @@ def examined(diagnosis: Diagnosis | None) -> tuple[Any, ...]:
 
 def how_found(diagnosis: Diagnosis) -> Iterator[str]:
     """How the diagnosis was made, one line per fact."""
-    replays = f"{diagnosis.num_replays} replay{'s' * (diagnosis.num_replays != 1)}, {diagnosis.seconds:.2f} s"
+    replays = f"{counted(diagnosis.num_replays, 'replay')}, {diagnosis.seconds:.2f} s"
     where = f"rank {diagnosis.rank}, {diagnosis.device or 'cpu'}"
     yield f"{_CAPTURED[diagnosis.capture]}; {diagnosis.depth}: {replays}; {where}"
     if diagnosis.microbatch is not None:
         yield f"micro-batch {diagnosis.microbatch} of the step"
     yield from diagnosis.notes
-
-
-def joined(names: Sequence[str], most: int = 3) -> str:
-    """``a, b and c``, or the first few and how many more there are."""
-    shown, more = list(names[:most]), len(names) - most
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def _numbers(values: Sequence[int], most: int = 8) -> str:

@@ -10,6 +10,7 @@ from nanguard.records.diagnosis_text import place_in_words, rows
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.panel import done, headline, what_happened
 from nanguard.records.panel import rows as panel_rows
+from nanguard.records.words import counted
 
 if TYPE_CHECKING:
     from nanguard.records.diagnosis import Diagnosis
@@ -50,8 +51,9 @@ def outcome_html(outcome: Outcome) -> str:
 
 def incidents_html(incidents: Sequence[Incident]) -> str:
     """A row for each incident; of many only the last."""
-    count = f"{len(incidents):,} incident{'' if len(incidents) == 1 else 's'}"
-    return box(count if incidents else "no incidents", incidents_table(incidents) if incidents else None)
+    if not incidents:
+        return box("no incidents")
+    return box(counted(len(incidents), "incident"), incidents_table(incidents))
 
 
 def run_html(run: Run) -> str:

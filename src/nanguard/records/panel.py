@@ -6,10 +6,11 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from nanguard.records.diagnosis_text import joined, page_of
+from nanguard.records.diagnosis_text import page_of
 from nanguard.records.diagnosis_text import rows as diagnosis_rows
 from nanguard.records.layout import laid_out, verbatim
 from nanguard.records.steps import Action, Incident, Outcome, Reading, span_in_words
+from nanguard.records.words import joined
 
 _CAUSES = {
     "input": "the batch itself holds NaN or Inf",
@@ -48,14 +49,14 @@ def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
     if reading.batch is not None:
         told.append(("batch", _position(reading)))
     if reading.ranks:
-        told.append(("ranks", "seen first by " + joined([f"rank {flags.rank}" for flags in reading.ranks])))
+        told.append(("ranks", f"seen first by {_ranks(reading)}"))
     if reading.dropped_microbatches:
         told.append(("dropped", "micro-batch " + joined([str(i) for i in reading.dropped_microbatches])))
     if reading.dropped_gradients:
         told.append(("dropped", joined(reading.dropped_gradients)))
     told += _rest(outcome)
     if outcome.bundle:
-        told.append(("saved to", f"{outcome.bundle}{verbatim(_explain(outcome))}"))
+        told.append(_saved_to(outcome))
     elif where:
         told.append(("log", where))
     if diagnosis is not None:
@@ -85,8 +86,9 @@ def _cause(outcome: Outcome) -> str:
     return "" if verdict.kind == "damage" else _CAUSES.get(verdict.cause, "")
 
 
-def _explain(outcome: Outcome) -> str:
-    return f"nanguard explain {shlex.quote(outcome.bundle)}"
+def _saved_to(outcome: Outcome) -> tuple[str, str]:
+    command = f"nanguard explain {shlex.quote(outcome.bundle)}"
+    return "saved to", f"{outcome.bundle}{verbatim(command)}"
 
 
 def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
@@ -95,7 +97,7 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
     ``known`` is the last incident of which a cause is known: it is told of if this one has none.
     """
     reading, outcome = incident.reading, incident.outcome
-    ranks = f" on {joined([f'rank {flags.rank}' for flags in reading.ranks])}" if reading.ranks else ""
+    ranks = f" on {_ranks(reading)}" if reading.ranks else ""
     passed = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
     why = outcome.action.because or f"no rung of the ladder was left: {passed}"
     if outcome.verdict.kind == "damage":
@@ -130,7 +132,7 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
     if known is not None and known.diagnosis is not None and _is_unknown(outcome):
         rows += [("before", f"step {known.reading.step:,} had a known cause:"), *diagnosis_rows(known.diagnosis)]
     if outcome.bundle:
-        rows.append(("saved to", f"{outcome.bundle}{verbatim(_explain(outcome))}"))
+        rows.append(_saved_to(outcome))
     if outcome.diagnosis is not None:
         rows.append(("docs", page_of(outcome.diagnosis)))
     position = "" if reading.batch is None else f" ({_position(reading)})"
@@ -202,7 +204,11 @@ def what_happened(outcome: Outcome) -> str:
 
 
 def _elsewhere(reading: Reading) -> str:
-    return f"of {joined([f'rank {flags.rank}' for flags in reading.ranks]) or 'another rank'}"
+    return f"of {_ranks(reading) or 'another rank'}"
+
+
+def _ranks(reading: Reading) -> str:
+    return joined([f"rank {flags.rank}" for flags in reading.ranks])
 
 
 def _spelled(value: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nanguard.records.alert import Alert
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.rebuild import built
 
 Found = Literal["loss", "gradients", "buffers", "update", "output", "input"]
 """Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at; in an
@@ -177,17 +178,8 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        verdict, reading = data["verdict"], _tupled(data["verdict"]["reading"])
-        reading["ranks"] = tuple(Flags(**flags) for flags in reading["ranks"])
-        means = Means(**_tupled(verdict["means"]))
-        progress = Progress(**verdict.get("progress", {}))  # logs of older versions have none
-        alert = None if verdict.get("alert") is None else Alert.from_dict(verdict["alert"])
-        read = {"reading": Reading(**reading), "means": means, "progress": progress, "alert": alert}
-        verdict = Verdict(**{**verdict, **read})
-        told = data.get("diagnosis")
-        diagnosis = None if told is None else Diagnosis.from_dict(told)
-        action = Action(**_tupled(data["action"]))
-        return cls(**{**data, "verdict": verdict, "action": action, "diagnosis": diagnosis})
+        outcome: Outcome = built(cls, data, "outcome")
+        return outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,8 +227,3 @@ class Incidents(tuple[Incident, ...]):
 def span_in_words(per: str | int) -> str:
     """``this epoch``, ``this run``, ``within 100 steps``."""
     return f"within {per} steps" if isinstance(per, int) else f"this {per}"
-
-
-def _tupled(fields: dict[str, Any]) -> dict[str, Any]:
-    """With tuples again where JSON has made lists of them."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Incident
+from nanguard.records.words import counted
 
 _LONG = 10
 """From this many refused steps in a row at the end, the line mentions them."""
@@ -26,13 +27,13 @@ def closing_line(
     """
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
     total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
-    told = [f"{total:,} step{'' if total == 1 else 's'}"]
+    told = [counted(total, "step")]
     if num_skipped:
         told.append(f"{num_skipped:,} not applied")
     if counts.get("backed_off"):
         told.append(f"{counts['backed_off']:,} skipped by the loss scale")
     if counts.get("rolled_back"):
-        told.append(f"rolled back {counts['rolled_back']:,} time{'' if counts['rolled_back'] == 1 else 's'}")
+        told.append(f"rolled back {counted(counts['rolled_back'], 'time')}")
     if counts.get("halted"):
         told.append("halted")
     if not incidents:

@@ -17,13 +17,14 @@ import nanguard
 from nanguard.errors import ReportError, RunLogError
 from nanguard.records.markup import Child, Markup, embedded, tag
 from nanguard.records.run import Run
+from nanguard.records.words import counted
 from nanguard.report.html import kinds, prose
 from nanguard.report.html.cards import card, trails
 from nanguard.report.html.climb import ladder
 from nanguard.report.html.heat import heat_map
 from nanguard.report.html.series import all_nonfinite, curves_of
 from nanguard.report.html.story import Story, stories_of
-from nanguard.report.html.table import scrolled, values_table
+from nanguard.report.html.table import scrolled, scrolled_table, values_table
 from nanguard.report.html.where import environment
 from nanguard.runlog.reader import read_run
 
@@ -313,13 +314,11 @@ def _other_events(story: Story) -> Markup | None:
         for place, event in enumerate(shown)
         for kind in [kinds.kind_of_event(event)]
     ]
-    head = tag("tr", (tag("th", name, scope="col") for name in ("what", "step", "")))
     more = len(story.events) - len(shown)
     rest = tag("p", f"and {more:,} more", class_="quiet") if more else None
-    table = tag("table", tag("thead", head), tag("tbody", items))
-    box = scrolled(table, "Other events")
-    summary = tag("summary", f"Other events: {prose.counted(len(story.events), 'back-off, warning or change')}")
-    return tag("details", summary, box, rest, class_="more", id=f"run{story.number}-events")
+    table = scrolled_table(("what", "step", ""), items, "Other events")
+    summary = tag("summary", f"Other events: {counted(len(story.events), 'back-off, warning or change')}")
+    return tag("details", summary, table, rest, class_="more", id=f"run{story.number}-events")
 
 
 def _ladders(stories: Sequence[Story]) -> Iterator[Child]:

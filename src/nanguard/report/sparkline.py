@@ -38,18 +38,16 @@ def sparkline(values: Sequence[float | None], *, ascii_only: bool = False, may_b
     With ``may_be_log``, positive values of very different size are drawn on a logarithmic scale.
     """
     levels = LETTERS if ascii_only else BLOCKS
-    finite = [value for value in values if value is not None and math.isfinite(value)]
+    drawn = [value if value is not None and math.isfinite(value) else None for value in values]
+    finite = [value for value in drawn if value is not None]
     if not finite:
         return " " * len(values)
     low, high = min(finite), max(finite)
     if is_flat(low, high):
-        drawn = [low if v is not None and math.isfinite(v) else None for v in values]
         high = low
     elif may_be_log and low > 0 and math.log10(high) - math.log10(low) > _DECADES:
-        drawn = [math.log10(v) if v is not None and math.isfinite(v) else None for v in values]
+        drawn = [None if value is None else math.log10(value) for value in drawn]
         low, high = math.log10(low), math.log10(high)
-    else:
-        drawn = [v if v is not None and math.isfinite(v) else None for v in values]
     return "".join(" " if v is None else levels[_level(v, low, high)] for v in drawn)
 
 

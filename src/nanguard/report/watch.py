@@ -9,6 +9,7 @@ from rich.text import Text
 
 from nanguard.records.printable import printable
 from nanguard.records.run import IncidentRecord, Run, StepRecord
+from nanguard.records.words import counted
 from nanguard.report import glance
 from nanguard.report.sparkline import columns, is_flat, mean_of_finite, sparkline
 
@@ -173,7 +174,7 @@ def _counts(run: Run) -> Line:
     words = {"applied": "applied", "skipped": "skipped", "backed_off": "backed off", "lost": "lost"}
     told = [f"{counts[key]:,} {word}" for key, word in words.items() if counts[key] or key in ("applied", "skipped")]
     back = counts["rolled_back"]
-    told += [f"rolled back {back:,} time{'s' * (back != 1)}"] if back else []
+    told += [f"rolled back {counted(back, 'time')}"] if back else []
     return [(f" {'steps':<{_LABEL}}", "dim"), (f"{'':<{_VALUE - 7}}{'   '.join(told)}", "")]
 
 
@@ -220,9 +221,9 @@ def _happenings(run: Run, room: int) -> Iterator[Line]:
     told.sort(reverse=True)
     room -= 2
     shown = told if len(told) <= room else told[: max(0, room - 1)]
-    incidents = f"{len(run.incidents):,} incident{'s' * (len(run.incidents) != 1)}" if run.incidents else "no incidents"
+    incidents = counted(len(run.incidents), "incident") if run.incidents else "no incidents"
     yield []
-    yield [(f" {incidents}" + (f", {len(alerts):,} alert{'s' * (len(alerts) != 1)}" if alerts else ""), "bold")]
+    yield [(f" {incidents}" + (f", {counted(len(alerts), 'alert')}" if alerts else ""), "bold")]
     digits = max((len(f"{step:,}") for _, step, *_ in shown), default=1)
     for _, step, did, why, style, _ in shown:
         yield [(f"  step {step:>{digits},}  ", ""), (did, style), (f"  {why}", "")]

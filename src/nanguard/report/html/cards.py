@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanguard.records.diagnosis_text import facts, format_name, how_found, joined, page_of
+from nanguard.records.diagnosis_text import facts, format_name, how_found, page_of
 from nanguard.records.diagnosis_text import place_in_words as place_of
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.panel import done, headline, rows, what_happened
+from nanguard.records.words import counted, joined, step_range
 from nanguard.report.html.kinds import glyph, kind_of
-from nanguard.report.html.prose import counted, fault_in_words, number, place_in_words
+from nanguard.report.html.prose import fault_in_words, number, place_in_words
 from nanguard.report.html.story import MOST_IN_FULL, MOST_REPEATS, FaultGroup, Story, kept_in
-from nanguard.report.html.table import scrolled
+from nanguard.report.html.table import scrolled_table
 from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
     summary = tag(
         "summary",
         glyph(kind_of(record)),
-        tag("span", _when(fault), class_="at"),
+        tag("span", step_range(record.reading.step, fault.last.reading.step), class_="at"),
         tag(f"h{level}", title),
         tag("span", f"{times:,} times", class_="count") if times > 1 else None,
         tag("span", _done_in_all(fault), class_="headline"),
@@ -59,12 +60,6 @@ def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
         id=story.card_id(fault.places[0]),
         open=first,
     )
-
-
-def _when(fault: FaultGroup) -> str:
-    """When it was first and last seen."""
-    first, last = fault.first.reading.step, fault.last.reading.step
-    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _done_in_all(fault: FaultGroup) -> str:
@@ -186,7 +181,6 @@ def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
         words += " A cross marks non-finite values from the fault on. Infinities of a mask before it are not marked."
     yield tag("p", "The smallest and largest value in each module, in forward order. ", words, class_="quiet")
     yield tag("div", class_="trail", data_trail=card_id, role="img", aria_label=f"Chart of the table below. {words}")
-    head = tag("tr", (tag("th", name, scope="col") for name in ("module", "smallest", "largest", "format", "op", "")))
     body = [
         tag(
             "tr",
@@ -199,7 +193,8 @@ def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
         )
         for s in trail
     ]
-    table = scrolled(tag("table", tag("thead", head), tag("tbody", body)), "Values through the modules")
+    names = ("module", "smallest", "largest", "format", "op", "")
+    table = scrolled_table(names, body, "Values through the modules")
     yield tag("details", tag("summary", "As a table"), table, class_="more")
 
 
@@ -267,8 +262,7 @@ def _trials(diagnosis: Diagnosis) -> Markup | None:
         )
         for trial in diagnosis.tried[:_MOST]
     ]
-    head = tag("tr", (tag("th", name, scope="col") for name in ("experiment", "result", "")))
-    return scrolled(tag("table", tag("thead", head), tag("tbody", items)), "What was tried on this step")
+    return scrolled_table(("experiment", "result", ""), items, "What was tried on this step")
 
 
 def _kept(story: Story, record: IncidentRecord, bundle: Bundle | None) -> Iterator[Child]:

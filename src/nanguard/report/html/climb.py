@@ -20,7 +20,7 @@ from nanguard.policy.rungs import (
 )
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.steps import span_in_words
-from nanguard.report.html.prose import counted
+from nanguard.records.words import counted, step_range
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import Story
@@ -148,8 +148,7 @@ def _links(story: Story, places: Sequence[int]) -> list[Child]:
     told: list[Child] = []
     for stretch in stretches[:_MOST_LINKS]:
         first, last = (story.incidents[place].reading.step for place in (stretch[0], stretch[-1]))
-        words = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-        told += [", ", tag("a", words, href=f"#{targets[stretch[0]]}")]
+        told += [", ", tag("a", step_range(first, last), href=f"#{targets[stretch[0]]}")]
     more = len(stretches) - _MOST_LINKS
     return [*told[1:], f" and {more:,} more places" if more > 0 else None]
 

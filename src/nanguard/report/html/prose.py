@@ -11,6 +11,7 @@ from nanguard.records.diagnosis_text import place_in_words as words_of_place
 from nanguard.records.markup import Child, tag
 from nanguard.records.panel import noun as noun_of
 from nanguard.records.plain import plain
+from nanguard.records.words import counted, joined
 
 if TYPE_CHECKING:
     from nanguard.report.html.story import FaultGroup, Figures, Story
@@ -82,11 +83,6 @@ def place_in_words(fault: FaultGroup) -> str:
     return "" if diagnosis is None else words_of_place(diagnosis.module, diagnosis.source)
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def number(value: float) -> str:
     """A short form: ``0.0123``, ``65,504``, ``3.4e38``."""
     if not math.isfinite(value):
@@ -132,7 +128,7 @@ def _steps_sentence(figures: Figures) -> str:
         by = "a rollback" if figures.rollbacks == 1 else f"{figures.rollbacks:,} rollbacks"
         parts.append(f"{figures.undone:,} undone by {by}" if figures.undone else by)
     others = "; all others applied" if figures.applied else ""
-    lost = f"{what}: {_and(parts)}{others}." if parts else f"{what}, all applied."
+    lost = f"{what}: {joined(parts, most=len(parts))}{others}." if parts else f"{what}, all applied."
     if figures.halted_at is not None and not figures.is_over:
         return f"{lost} Training halted at step {figures.halted_at:,}."
     return lost if figures.is_over else f"{lost} The log has no end: the run is still going or was stopped."
@@ -160,7 +156,7 @@ def _first_trouble(story: Story) -> Iterator[SummaryPart]:
         yield from (("", " in "), ("code", place))
     yield "", f" at step {fault.first.reading.step:,}"
     if again:
-        yield "", f" and {again:,} more time{'s' * (again != 1)}"
+        yield "", f" and {counted(again, 'more time')}"
     acted = [record.outcome.did for record in fault.incidents if record.outcome.did]
     if acted:
         more = f" (and {len(acted) - 1:,} more)" if len(acted) > 1 else ""
@@ -183,7 +179,3 @@ def _others(faults: Sequence[FaultGroup]) -> Iterator[SummaryPart]:
         if len(fault.incidents) > 1:
             yield "", f" ({len(fault.incidents):,} times)"
     yield "", f" and {rest:,} more causes." if rest > 1 else " and one more cause." if rest == 1 else "."
-
-
-def _and(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

@@ -26,6 +26,9 @@ MOST_IN_FULL = 60
 MOST_REPEATS = 400
 """How many incidents of one fault have their own entry on the page."""
 
+_NOT_LISTED = ("optimizer", "headroom")
+"""The header of another guard, and what the map of headroom is drawn of."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultGroup:
@@ -112,10 +115,7 @@ def stories_of(runs: Sequence[Run]) -> list[Story]:
 def _story(run: Run, number: int, label: str) -> Story:
     dropped, others, troubles = [], [], list(run.troubles)
     for event in run.events:
-        if event.event in (
-            "optimizer",
-            "headroom",
-        ):  # the header of another guard; what the map of headroom is drawn of
+        if event.event in _NOT_LISTED:
             continue
         if event.event != "drop":
             others.append(event)

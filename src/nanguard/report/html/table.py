@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanguard.records.markup import Markup, tag
@@ -31,16 +32,20 @@ def values_table(story: Story, *, named: bool) -> Markup | None:
     names += [f"rate {place}" if rates > 1 else "learning rate" for place in range(rates)]
     has_scale = any(record.scale is not None for record in records)
     names += ["loss scale"] * has_scale + [""]
-    head = tag("tr", (tag("th", name, scope="col") for name in names))
-    body = [_row(record, norms, rates, has_scale) for record in records]
-    table = tag("table", tag("thead", head), tag("tbody", body))
+    table = scrolled_table(names, [_row(record, norms, rates, has_scale) for record in records], "Values")
     which = "every step" if every == 1 else f"1 step in {every:,}, and skipped steps"
     summary = tag("summary", f"The values{f' of {story.label}' if named else ''} as a table ({which})")
-    return tag("details", summary, scrolled(table, "Values"), class_="more")
+    return tag("details", summary, table, class_="more")
+
+
+def scrolled_table(names: Sequence[str], body: Sequence[Markup], label: str) -> Markup:
+    """A table with the names of its columns, in a ``scrolled`` box."""
+    head = tag("tr", (tag("th", name, scope="col") for name in names))
+    return scrolled(tag("table", tag("thead", head), tag("tbody", body)), label)
 
 
 def scrolled(table: Markup, label: str) -> Markup:
-    """A table that scrolls if it is wider than the screen, also with the keyboard."""
+    """A table or drawing that scrolls if it is wider than the screen, also with the keyboard."""
     return tag("div", table, class_="scrolled", tabindex=0, role="region", aria_label=label)
 
 

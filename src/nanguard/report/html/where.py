@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanguard.records.markup import Markup, tag
-from nanguard.report.html.prose import counted
+from nanguard.records.words import counted
 from nanguard.report.html.table import scrolled
 
 if TYPE_CHECKING:

@@ -1,0 +1,23 @@
+"""Small pieces of text that panels, reports and commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def joined(names: Sequence[str], most: int = 3) -> str:
+    """``a, b and c``, or the first few and how many more there are."""
+    shown, more = list(names[:most]), len(names) - most
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def step_range(first: int, last: int) -> str:
+    """``step 3``, ``steps 3 to 5``."""
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
