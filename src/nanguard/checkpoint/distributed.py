@@ -69,7 +69,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch", "Size"):
             return _size
         if (module, name) == ("collections", "OrderedDict"):
-            return _mapping
+            return dict
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _nothing
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
@@ -82,10 +82,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _size(*args: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in args[0]) if args else ()
-
-
-def _mapping(*args: Any) -> dict[Any, Any]:
-    return dict(*args)
 
 
 def _nothing(*_: Any) -> None:

@@ -23,20 +23,14 @@ _NAMES = 3
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _INDENT, _LABEL = " " * 3, 8
 
-_NOTES: dict[Note, str] = {
-    "zero": "all zero",
-    "subnormal": "1% or more of the non-zero values are subnormal, which costs precision and speed",
-    "over_fp16": "above 65504, the largest number in fp16: Inf if cast to it",
-    "under_fp16": "1% or more of the non-zero values become zero in fp16",
-    "over_bf16": "above 3.39e38, the largest number in bf16: Inf if cast to it",
+_NOTES: dict[Note, tuple[str, str]] = {
+    "zero": ("all zero", "all zero"),
+    "subnormal": ("subnormal", "1% or more of the non-zero values are subnormal, which costs precision and speed"),
+    "over_fp16": ("> fp16", "above 65504, the largest number in fp16: Inf if cast to it"),
+    "under_fp16": ("< fp16", "1% or more of the non-zero values become zero in fp16"),
+    "over_bf16": ("> bf16", "above 3.39e38, the largest number in bf16: Inf if cast to it"),
 }
-_NOTE_WORDS: dict[Note, str] = {
-    "zero": "all zero",
-    "subnormal": "subnormal",
-    "over_fp16": "> fp16",
-    "under_fp16": "< fp16",
-    "over_bf16": "> bf16",
-}
+"""In the table, and as a sentence."""
 
 
 def verdict(report: FileReport, *, why: bool = False) -> Text:
@@ -87,7 +81,7 @@ def _holds(t: TensorReport) -> str:
     counts = ((t.num_nan, "NaN"), (t.num_posinf, "+Inf"), (t.num_neginf, "-Inf"))
     parts = [f"{'all' if n == t.num_values > 1 else f'{n:,}'} {kind}" for n, kind in counts if n]
     parts += ["allowed"] if parts and t.allowed else []
-    return t.skipped or ", ".join(parts + [_NOTE_WORDS[n] for n in t.notes])
+    return t.skipped or ", ".join(parts + [_NOTES[n][0] for n in t.notes])
 
 
 def _remarks(report: FileReport) -> Iterator[tuple[str, str]]:
@@ -99,7 +93,7 @@ def _remarks(report: FileReport) -> Iterator[tuple[str, str]]:
     for number in report.numbers:
         if number.faulty:
             yield "number", f"{number.name} is {number.value}"
-    for note, meaning in _NOTES.items():
+    for note, (_, meaning) in _NOTES.items():
         names = [t.name for t in report.tensors if note in t.notes]
         if names:
             yield "note", f"{meaning}: {_listed(names)}"

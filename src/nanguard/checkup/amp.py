@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from nanguard.checkup.script import Complaints, Script
+from nanguard.checkup.script import Complaints, Script, arguments_of, is_given, owner_of
 from nanguard.state.optimizer_traits import names_of_optimizers
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
@@ -37,7 +37,7 @@ HALVED = names_of_optimizers("loses_eps_in_fp16")
 def format_of(script: Script, call: ast.Call) -> str:
     """The format of an enabled autocast, ``fp16`` or ``bf16``. Empty if that is not certain."""
     enabled = script.argument(call, "enabled", 0 if script.called(call) in OLD else None)
-    if script.is_open(call) or (enabled is not None and script.constant(enabled) is not True):
+    if script.is_open(call) or not script.is_on(enabled):
         return ""
     dtype = script.argument(call, "dtype", 1)
     if dtype is not None:
@@ -57,8 +57,7 @@ def device_of(script: Script, call: ast.Call) -> str:
 def scaler_with_bf16(script: Script) -> Complaints:
     formats = {format_of(script, call) for call in script.calls(*AUTOCASTS)}
     for call in script.calls(*SCALERS):
-        enabled = script.argument(call, "enabled")
-        is_on = not script.is_open(call) and (enabled is None or script.constant(enabled) is True)
+        is_on = not script.is_open(call) and script.is_on(script.argument(call, "enabled"))
         if is_on and formats == {"bf16"}:
             yield call, "a GradScaler is used with autocast to bf16"
 
@@ -66,7 +65,7 @@ def scaler_with_bf16(script: Script) -> Complaints:
 def fp16_without_scaler(script: Script) -> Complaints:
     if _speaks_of(script, "scale") or script.imports_from(*FRAMEWORKS) or not script.methods("step"):
         return
-    plain = [call for call in script.methods("backward") if not isinstance(_owner(call), ast.BinOp)]
+    plain = [call for call in script.methods("backward") if not isinstance(owner_of(call), ast.BinOp)]
     for call in script.calls(*AUTOCASTS):
         trains = any(script.function(backward) is script.function(call) for backward in plain)
         watched = not any(script.called(context) in UNTRACKED for context in script.contexts(call))
@@ -137,7 +136,7 @@ def half_with_adam(script: Script) -> Complaints:
         value = 1e-8 if eps is None else script.constant(eps)
         if script.is_open(call) or not isinstance(parameters, ast.Call) or script.method(parameters) != "parameters":
             continue
-        is_half = _is_made_half(script, _owner(parameters)) or script.owner(parameters) in halved - widened
+        is_half = _is_made_half(script, owner_of(parameters)) or script.owner(parameters) in halved - widened
         if is_half and isinstance(value, float) and value <= SMALLEST_FP16_EPS:
             yield call, f"{script.called(call).rpartition('.')[2]} with eps={value:g} on weights in fp16"
 
@@ -150,17 +149,13 @@ def old_amp(script: Script) -> Complaints:
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _owner(call: ast.Call) -> ast.expr | None:
-    return call.func.value if isinstance(call.func, ast.Attribute) else None
-
-
 def _after(call: ast.Call, other: ast.Call) -> bool:
     return (call.lineno, call.col_offset) > (other.lineno, other.col_offset)
 
 
 def _scaled_backwards(script: Script) -> list[tuple[ast.Call, str]]:
     """Each ``scaler.scale(loss).backward()``, with the name of the scaler."""
-    calls = [(call, _owner(call)) for call in script.methods("backward")]
+    calls = [(call, owner_of(call)) for call in script.methods("backward")]
     return [(call, script.owner(by)) for call, by in calls if isinstance(by, ast.Call) and script.method(by) == "scale"]
 
 
@@ -174,8 +169,7 @@ def _speaks_of(script: Script, word: str) -> bool:
 
 def _is_handed_on(script: Script, variable: str) -> bool:
     """Whether the variable is passed to another function, which may do anything with it."""
-    arguments = [a for call in script.all(ast.Call) for a in (*call.args, *(k.value for k in call.keywords))]
-    return any(ast.unparse(a) == variable for a in arguments if isinstance(a, (ast.Name, ast.Attribute)))
+    return any(is_given(call, variable) for call in script.all(ast.Call))
 
 
 def _is_context(script: Script, call: ast.Call) -> bool:
@@ -188,8 +182,7 @@ def _makes_half(script: Script, call: ast.Call) -> bool:
         return False
     if script.method(call) == "half":
         return not call.args
-    given = [script.name(each) for each in (*call.args, *(keyword.value for keyword in call.keywords))]
-    return any(FORMATS.get(name) == "fp16" for name in given)
+    return any(FORMATS.get(script.name(each)) == "fp16" for each in arguments_of(call))
 
 
 def _is_made_half(script: Script, model: ast.expr | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from nanguard.checkup.amp import CLIPS
-from nanguard.checkup.script import Complaints, Loop, Script
+from nanguard.checkup.script import Complaints, Loop, Script, is_given, owner_of
 from nanguard.state.optimizer_traits import names_of_optimizers
 
 FUSABLE = names_of_optimizers("can_be_fused")
@@ -24,9 +24,13 @@ def not_fused(script: Script) -> Complaints:
 def anomaly_left_on(script: Script) -> Complaints:
     for call in script.calls(*ANOMALY):
         mode = script.argument(call, "mode", 0) if script.called(call).endswith("set_detect_anomaly") else None
-        is_on = mode is None or script.constant(mode) is True
         is_used = isinstance(script.parents.get(call), (ast.Expr, ast.withitem))
-        if script.argument(call, "check_nan") is None and is_on and is_used and not script.is_conditional(call):
+        if (
+            script.argument(call, "check_nan") is None
+            and script.is_on(mode)
+            and is_used
+            and not script.is_conditional(call)
+        ):
             yield call, "anomaly detection is always on"
 
 
@@ -97,8 +101,7 @@ def _optimizers(script: Script) -> set[str]:
 
 
 def _is_optimizer(script: Script, step: ast.Call) -> bool:
-    made = script.behind(step.func.value) if isinstance(step.func, ast.Attribute) else None
-    return script.called(made) in _optimizers(script)
+    return script.called(script.behind(owner_of(step))) in _optimizers(script)
 
 
 def _steps(script: Script, call: ast.Call, optimizer: str) -> bool:
@@ -123,10 +126,8 @@ def _clears_gradients(script: Script) -> bool:
 def _is_shared(script: Script, optimizer: str) -> bool:
     """Whether the optimizer is passed to anything but torch's schedulers and scalers, which may clear gradients."""
     for call in script.all(ast.Call):
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if not any(ast.unparse(each) == optimizer for each in given if isinstance(each, (ast.Name, ast.Attribute))):
-            continue
-        if not script.called(call).startswith("torch.optim.") and script.method(call) not in ("step", "unscale_"):
+        is_torchs = script.called(call).startswith("torch.optim.") or script.method(call) in ("step", "unscale_")
+        if is_given(call, optimizer) and not is_torchs:
             return True
     return False
 

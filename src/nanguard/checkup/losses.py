@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from nanguard.checkup.script import Complaints, Script
+from nanguard.checkup.script import Complaints, Script, owner_of
 from nanguard.state.optimizer_traits import names_of_optimizers
 
 SOFTMAX = ("torch.softmax", "F.softmax")
@@ -89,7 +89,7 @@ def _last_layer(script: Script, node: ast.expr) -> str:
     made = script.behind(node)
     model = script.behind(made.func) if isinstance(made, ast.Call) else None
     while isinstance(model, ast.Call) and script.method(model) in PASSED_THROUGH:
-        model = script.behind(model.func.value) if isinstance(model.func, ast.Attribute) else None
+        model = script.behind(owner_of(model))
     if not isinstance(model, ast.Call) or script.called(model) != "torch.nn.Sequential" or script.is_open(model):
         return ""
     return script.called(script.behind(model.args[-1])) if model.args else ""

@@ -35,32 +35,31 @@ VARIABLES = (
 
 _COSTLY = {
     "CUDA_LAUNCH_BLOCKING": (
-        "1",
         "the host waits for every kernel",
         "unset it, except while you search for a crashing kernel",
     ),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        "1",
         "every tensor is allocated by the driver, which waits for the GPU",
         "unset it, except under compute-sanitizer",
     ),
     "NVIDIA_TF32_OVERRIDE": (
-        "1",
         "all fp32 matrix products keep 10 bits of the mantissa, whatever the program asks for",
         "unset it, and call torch.set_float32_matmul_precision('high') in programs that should use it",
     ),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (
-        "1",
         "fp32 matrix products keep 10 bits of the mantissa, whatever the program asks for",
         "unset it, and call torch.set_float32_matmul_precision('high') in programs that should use it",
     ),
-    "TORCHDYNAMO_DISABLE": ("1", "torch.compile does nothing", "unset it"),
+    "TORCHDYNAMO_DISABLE": ("torch.compile does nothing", "unset it"),
 }
+"""Variables that should not be 1: why, and what to do."""
 
 
 def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Fact], list[CheckupFinding]]:
     """Facts and findings about this machine. ``run_dir`` is the folder that runs will be written to."""
-    facts, findings = [_python()], [*_python_findings(), *_environment_findings(environ)]
+    python = f"{platform.python_version()} on {platform.system()}, {platform.machine()}"
+    facts = [Fact(name="Python", value=python)]
+    findings = [*_python_findings(), *_environment_findings(environ)]
     try:
         import torch
     except Exception as error:  # a broken installation can raise anything
@@ -76,7 +75,8 @@ def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[F
     else:
         facts += [*_torch_facts(), *_device_facts(), *_switch_facts()]
         findings += _torch_findings(torch.__version__)
-    facts += [*_package_facts(), *_environment_facts(environ)]
+    facts += _package_facts()
+    facts += [Fact(name=name, value=environ[name]) for name in VARIABLES if name in environ]
     free = _free_disk(run_dir)
     if free is not None:
         facts.append(Fact(name="free disk", value=f"{_size(free)} at {run_dir}"))
@@ -85,10 +85,6 @@ def look(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[F
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
-
-
-def _python() -> Fact:
-    return Fact(name="Python", value=f"{platform.python_version()} on {platform.system()}, {platform.machine()}")
 
 
 def _torch_facts() -> Iterator[Fact]:
@@ -132,10 +128,6 @@ def _package_facts() -> Iterator[Fact]:
             yield Fact(name=name, value=found)
     for name, use in OPTIONAL.items():
         yield Fact(name=name, value=_version(name) or f"not installed (needed for {use})")
-
-
-def _environment_facts(environ: Mapping[str, str]) -> Iterator[Fact]:
-    return (Fact(name=name, value=environ[name]) for name in VARIABLES if name in environ)
 
 
 def _version(package: str) -> str | None:
@@ -182,10 +174,10 @@ def _torch_findings(running: str) -> Iterator[CheckupFinding]:
 
 
 def _environment_findings(environ: Mapping[str, str]) -> Iterator[CheckupFinding]:
-    for name, (value, why, change) in _COSTLY.items():
-        if environ.get(name) == value:
+    for name, (why, change) in _COSTLY.items():
+        if environ.get(name) == "1":
             yield CheckupFinding(
-                rule="environment", severity="warning", what=f"{name}={value} is set", why=why, change=change
+                rule="environment", severity="warning", what=f"{name}=1 is set", why=why, change=change
             )
 
 

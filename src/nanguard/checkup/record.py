@@ -32,9 +32,6 @@ class CheckupFinding:
     change: str
     place: ScriptLine | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
@@ -63,5 +60,5 @@ class Checkup:
             "status": self.status,
             "script": self.script,
             "machine": {fact.name: fact.value for fact in self.facts},
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }

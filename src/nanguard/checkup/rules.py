@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanguard.checkup import amp, loop, losses
-from nanguard.checkup.record import CheckupFinding, ScriptLine, Severity
+from nanguard.checkup.record import CheckupFinding, Severity
 from nanguard.checkup.script import Complaints, Script, too_deep
 
 
@@ -175,15 +175,12 @@ def examine(script: Script) -> list[CheckupFinding]:
     for rule in RULES:
         try:
             for node, what in rule.look(script):
-                finding = _finding(rule, script.place(node), what)
-                found.setdefault((rule.name, script.place(node).line), finding)
+                place = script.place(node)
+                finding = CheckupFinding(
+                    rule=rule.name, severity=rule.severity, what=what, why=rule.why, change=rule.change, place=place
+                )
+                found.setdefault((rule.name, place.line), finding)
         except RecursionError:
             raise too_deep(script.path) from None
     order = {"error": 0, "warning": 1, "advice": 2}
     return [found[key] for key in sorted(found, key=lambda key: (order[found[key].severity], key[1]))]
-
-
-def _finding(rule: Rule, place: ScriptLine, what: str) -> CheckupFinding:
-    return CheckupFinding(
-        rule=rule.name, severity=rule.severity, what=what, why=rule.why, change=rule.change, place=place
-    )

@@ -153,6 +153,10 @@ class Script:
         plain = not any(isinstance(each, ast.Starred) for each in call.args)
         return call.args[place] if place is not None and plain and place < len(call.args) else None
 
+    def is_on(self, switch: ast.expr | None) -> bool:
+        """Whether an argument that is on by default is certainly on."""
+        return switch is None or self.constant(switch) is True
+
     def is_open(self, call: ast.Call) -> bool:
         """Whether it may get more arguments than are visible: ``*args`` or ``**options``."""
         return any(k.arg is None for k in call.keywords) or any(isinstance(each, ast.Starred) for each in call.args)
@@ -205,7 +209,8 @@ class Script:
 
     def owner(self, call: ast.Call) -> str:
         """The object whose method is called, as written: ``self.optimizer``."""
-        return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        owner = owner_of(call)
+        return "" if owner is None else ast.unparse(owner)
 
     def variable(self, call: ast.Call) -> str:
         """The variable that the result of a call is assigned to; empty if that is not clear."""
@@ -215,6 +220,21 @@ class Script:
             if isinstance(target, (ast.Name, ast.Attribute)) and self._assigned.get(ast.unparse(target)) is call:
                 return ast.unparse(target)
         return ""
+
+
+def owner_of(call: ast.Call) -> ast.expr | None:
+    """The object whose method is called."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def is_given(call: ast.Call, variable: str) -> bool:
+    """Whether the variable is an argument of the call."""
+    given = [each for each in arguments_of(call) if isinstance(each, (ast.Name, ast.Attribute))]
+    return any(ast.unparse(each) == variable for each in given)
 
 
 def too_deep(path: str) -> ScriptError:

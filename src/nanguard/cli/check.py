@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+
+from nanguard.cli.speech import print_json, printable
 
 EXAMPLES = (
     "nanguard check runs/*.pt",
@@ -40,7 +41,6 @@ def check(
     Exits with status 0 if everything is clean, 1 if there are non-finite values, 2 if something could not be read.
     """
     from nanguard.checkpoint import checker, view
-    from nanguard.records.printable import printable
 
     out, bar = Console(highlight=False), view.Bar(Console(stderr=True))
     reports = []
@@ -75,7 +75,7 @@ def check(
         problems = [f"{file.path}: {problem}" for file in files for problem in file.problems]
         error = {"error": "\n".join(problems)} if status == 2 else {}
         whole = {"schema": 1, "status": status, **error, "files": told, "passed_over": passed_over}
-        typer.echo(json.dumps(whole, indent=2))
+        print_json(whole)
     elif len(files) > 1 and not quiet:
         out.print(view.summary(files))
     for pattern in allow or ():

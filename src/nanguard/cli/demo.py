@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail, logging_to
+from nanguard.cli.speech import fail, logging_to, print_json
 
 EXAMPLES = (
     "nanguard demo",
@@ -41,7 +40,6 @@ def demo(
 
     from nanguard.demo import show
     from nanguard.errors import NonFiniteError
-    from nanguard.records.plain import plain
 
     out, err = Console(highlight=False), Console(stderr=True, quiet=quiet, highlight=False)
     if not quiet and not as_json:
@@ -52,10 +50,10 @@ def demo(
     except NonFiniteError as error:
         typer.echo(f"the guarded run halted: {error}", err=True)
         if as_json:
-            typer.echo(json.dumps({"schema": 1, "status": 1, "error": str(error)}, indent=2))
+            print_json({"schema": 1, "status": 1, "error": str(error)})
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps(plain(comparison.as_dict()), indent=2, allow_nan=False))
+        print_json(comparison.as_dict())
     else:
         show.conclude(comparison, out)
     raise typer.Exit(comparison.status)

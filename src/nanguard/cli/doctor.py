@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail
+from nanguard.cli.speech import fail, print_json
 
 EXAMPLES = (
     "nanguard doctor",
@@ -46,7 +45,7 @@ def doctor(
     told = None if script is None else str(script)
     checkup = Checkup(facts=tuple(facts), findings=(*findings, *seen), script=told)
     if as_json:
-        typer.echo(json.dumps(checkup.as_dict(), indent=2))
+        print_json(checkup.as_dict())
         raise typer.Exit(checkup.status)
     out = Console(highlight=False)
     out.print(view.facts_table(checkup.facts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail, printable, say
+from nanguard.cli.speech import fail, print_json, printable, say
 
 if TYPE_CHECKING:
     from nanguard.incidents.reader import Bundle
@@ -59,8 +58,8 @@ def explain(
     if as_json:
         wrong = {"error": "\n".join(troubles)} if troubles else {}
         told = [words.as_dict(bundle) for bundle in bundles]
-        report = {"schema": 1, "status": 2 if troubles else 0, **wrong, "incidents": told, "troubles": troubles}
-        typer.echo(json.dumps(report, indent=2))
+        status = 2 if troubles else 0
+        print_json({"schema": 1, "status": status, **wrong, "incidents": told, "troubles": troubles})
     else:
         if asked is None:
             say(out, f"{path}, the newest run", style="dim")
@@ -94,7 +93,7 @@ def _list(found: Sequence[Path], as_json: bool) -> NoReturn:
     from nanguard.replay import runs
 
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "status": 0, "runs": [str(run) for run in found]}, indent=2))
+        print_json({"schema": 1, "status": 0, "runs": [str(run) for run in found]})
     else:
         out = Console(highlight=False)
         for run in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from nanguard.cli.speech import fail, say
+from nanguard.cli.speech import fail, print_json, say
 
 if TYPE_CHECKING:
     from nanguard.replay.entry import BuiltProgram
@@ -91,7 +90,7 @@ def preflight(
         fail(f"{entry}: the step cannot be run: {told(error)}", as_json=as_json)
     report = report.with_entry(entry)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         say(Console(highlight=False), str(report))
     raise typer.Exit(report.status)

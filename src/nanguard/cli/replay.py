@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from nanguard.cli.speech import fail, printable, say
+from nanguard.cli.speech import fail, print_json, printable, say
 
 if TYPE_CHECKING:
     from nanguard.incidents.reader import Bundle
@@ -43,8 +43,6 @@ def replay(
 
     Exits with status 0 if the result is the same (cause, op and module), 1 if not, 2 if the step could not be run.
     """
-    import sys
-
     from nanguard.errors import NanguardError
     from nanguard.replay import explain as words
     from nanguard.replay import rerun
@@ -64,9 +62,7 @@ def replay(
     except NanguardError as error:
         fail(str(error), as_json=as_json)
     if as_json:
-        from nanguard.records.plain import plain
-
-        typer.echo(json.dumps({"schema": 1, "path": str(bundle.path), **plain(replayed.as_dict())}, indent=2))
+        print_json({"schema": 1, "path": str(bundle.path), **replayed.as_dict()})
     elif not pdb or replayed.diagnosis is None:
         say(out, words.outcome(replayed, bundle))
     raise typer.Exit(replayed.status)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nanguard.cli.speech import fail, printable
+from nanguard.cli.speech import fail, print_json, printable
 
 EXAMPLES = (
     "nanguard report runs/a --open",
@@ -46,7 +45,7 @@ def report(
         status = 2 if made.troubles else 0
         wrong = {"error": "\n".join(made.troubles)} if made.troubles else {}
         whole = {"schema": 1, "status": status, **wrong, "report": str(written), "runs": told}
-        typer.echo(json.dumps({**whole, "troubles": list(made.troubles)}, indent=2))
+        print_json({**whole, "troubles": made.troubles})
     else:
         for story in made.stories:
             name = f"{story.label}: " if len(made.stories) > 1 else ""

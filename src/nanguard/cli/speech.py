@@ -6,27 +6,32 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from nanguard.records.layout import fitted
+from nanguard.records.plain import plain
+from nanguard.records.printable import printable as printable_line
 
 
 def fail(why: str, *, as_json: bool) -> NoReturn:
     """Print why something could not be read or run, and exit with status 2."""
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "status": 2, "error": why}, indent=2))
+        print_json({"schema": 1, "status": 2, "error": why})
     else:
         typer.echo(printable(why), err=True)
     raise typer.Exit(2)
 
 
-def printable(text: str) -> str:
-    from nanguard.records.printable import printable as printable_line
+def print_json(told: Mapping[str, Any]) -> None:
+    """Print one JSON object. NaN and Inf, which JSON does not have, become strings."""
+    typer.echo(json.dumps(plain(told), indent=2, allow_nan=False))
 
+
+def printable(text: str) -> str:
     return "\n".join(map(printable_line, text.splitlines()))
 
 

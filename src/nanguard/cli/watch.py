@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanguard.cli.speech import fail, printable
+from nanguard.cli.speech import fail, print_json, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,12 +75,11 @@ def _can_be_drawn_on(out: Console) -> bool:
 
 
 def _print_json(run: Run) -> int:
-    from nanguard.records.plain import plain
     from nanguard.report import glance
 
     told = glance.as_dict(run, time.time())
     status = _OVER.get(told["state"], 0)
-    typer.echo(json.dumps(plain({"schema": 1, "status": status, **told}), indent=2))
+    print_json({"schema": 1, "status": status, **told})
     return status
 
 
