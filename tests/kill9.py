@@ -39,7 +39,7 @@ def contents(step: int, turn: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def write_for_ever(folder: Path, pipe: int) -> None:
     store = DiskStore(folder)
     step, turn = -1, 0
-    if store.newest() is not None:
+    if store.steps():
         stored = store.load()
         step, turn = stored.step, stored.facts["turn"]
     rng_reader = random.Random(1000 * step + turn)
@@ -120,7 +120,7 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         left = phase(folder)
         if left != "nothing unfinished":
             troubles.append(f"kill {number}: after opening there is still {left}")
-        if confirmed == (-1, 0) and store.newest() is None:
+        if confirmed == (-1, 0) and not store.steps():
             continue
         stored = store.load()
         if (stored.step, stored.facts["turn"]) < confirmed:

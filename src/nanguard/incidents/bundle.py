@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import secrets
@@ -28,7 +27,7 @@ from nanguard.run_folder import RunFolder
 from nanguard.state.batch_indices import FetchedBatch, num_samples_of
 from nanguard.state.batches import take
 from nanguard.state.names import named_weights, plain_name, unwrapped
-from nanguard.state.snapshots.files import sync
+from nanguard.state.snapshots.files import changed_at, sync
 from nanguard.state.trees import named_tensors
 
 if TYPE_CHECKING:
@@ -327,7 +326,7 @@ class Bundles:
     def _tidy(self) -> None:
         """Removes half-written folders of dead processes: those that are a day old."""
         for path in _entries(self.folder):
-            if _PASSING.fullmatch(path.name) and time.time() - _changed(path) > _DAY_S:
+            if _PASSING.fullmatch(path.name) and time.time() - changed_at(path) > _DAY_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -337,13 +336,6 @@ def _kind(diagnosis: Diagnosis | None, found: Sequence[str]) -> tuple[Any, ...]:
         return tuple(found)
     place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
     return diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return math.inf
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from nanguard.incidents.trees import flatten, restore
 from nanguard.records.plain import plain
+from nanguard.records.words import reason
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.codec import DTYPES, unfit_tensor
 from nanguard.state.snapshots.files import flush, read_tensors, sync, write_tensors
+from nanguard.state.snapshots.packing import nbytes_of
 
 SCHEMA = 1
 INCIDENT, TENSORS = "incident.json", "tensors.safetensors"
@@ -52,7 +54,7 @@ class BundleDraft:
                 notes += told
                 size += len(json.dumps(data[name], allow_nan=False))
         except Exception as error:  # a batch may be of any class, and reading it may do anything
-            self.leave_out(what, f"it cannot be written: {_reason(error)}")
+            self.leave_out(what, f"it cannot be written: {reason(error)}")
             return False
         fits = self._fits(what, tensors, limit, size)
         if fits:
@@ -75,10 +77,10 @@ class BundleDraft:
     @property
     def size(self) -> int:
         """The size of its tensors in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(map(nbytes_of, self.tensors.values()))
 
     def _fits(self, what: str, tensors: Mapping[str, Tensor], limit: int, size: int = 0) -> bool:
-        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        size += sum(map(nbytes_of, tensors.values()))
         if size > limit:
             self.leave_out(what, f"{_in_words(size)} is over the limit of {_in_words(max(0, limit))}")
         return size <= limit
@@ -127,7 +129,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is incomplete, or not JSON that nanguard wrote ({_reason(error)})") from None
+        raise ValueError(f"{path.name} is incomplete, or not JSON that nanguard wrote ({reason(error)})") from None
     if not isinstance(document, dict) or "schema" not in document:
         raise ValueError(f"{path.name} was not written by nanguard: it has no schema")
     if document["schema"] != SCHEMA:
@@ -206,7 +208,7 @@ def rng_of_tree(tree: Any) -> RngState:
             raise TypeError("not a state of torch's generators")
         return RngState(tree["cpu"], cuda, host)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"not a random state that nanguard wrote ({_reason(error)})") from None
+        raise ValueError(f"not a random state that nanguard wrote ({reason(error)})") from None
 
 
 def _no_constant(text: str) -> Any:
@@ -215,7 +217,3 @@ def _no_constant(text: str) -> Any:
 
 def _in_words(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size:,} bytes"
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from nanguard.incidents.tape_reader import TAPE, modules_in, tape_of_tree
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.rebuild import built
 from nanguard.records.steps import Outcome, Reading
+from nanguard.records.words import reason
 from nanguard.state.rng import RngState
 from nanguard.step.tape import CallTape
 
@@ -187,6 +188,4 @@ def _check_contents(document: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return error.strerror if isinstance(error, OSError) and error.strerror else reason(error)

@@ -64,7 +64,7 @@ class _TapeReader:
             "$outside": lambda content: self._outside[_index(content)],
             "$saved": lambda content: _token(self._saved[content]),
             "$weight": self._weight,
-            "$slice": lambda content: slice(*_three(content)),
+            "$slice": lambda content: slice(*content),
             "$ellipsis": lambda content: Ellipsis,
             "$layout": lambda content: _LAYOUTS[content],
             "$memory_format": lambda content: _FORMATS[content],
@@ -182,11 +182,6 @@ def _index(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"not a number of a call or a tensor: {value!r:.40}")
     return value
-
-
-def _three(content: Any) -> tuple[Any, Any, Any]:
-    start, stop, step = content
-    return start, stop, step
 
 
 def _place(told: Any) -> tuple[str, int, str] | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanguard.incidents.call_names import PLAIN_ARGUMENTS, name_of_function
 from nanguard.incidents.files import BundleDraft, tree_of_rng
+from nanguard.records.words import reason
 from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.snapshots.codec import Tagged, encode, unfit_tensor
@@ -33,8 +34,7 @@ def add_tape(draft: BundleDraft, repeatable: RepeatableTape, model: nn.Module, l
             draft.left_out.pop()
             draft.add("tape", {"tape": tree_of_tape(smaller, model, draft.tensors)}, limit)
     except Exception as error:  # the arguments of a call may be of any class
-        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        draft.leave_out("tape", told)
+        draft.leave_out("tape", reason(error))
 
 
 def tree_of_tape(tape: CallTape, model: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Any]:

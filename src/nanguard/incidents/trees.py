@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from nanguard.state.snapshots.codec import Tagged, decode, encode, unfit_tensor
+from nanguard.state.snapshots.codec import Tagged, class_name, decode, encode, unfit_tensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
 _KEYS = (type(None), bool, int, float, str, bytes)
@@ -153,9 +153,6 @@ class _Preparing:
         self.notes.append(f"{name}: a set comes back as a list")
         return self._items(value, name)
 
-    def _counter(self, value: Counter[Any], name: str) -> Any:
-        return Counter(self._dict(value, name))
-
     def _defaultdict(self, value: defaultdict[Any, Any], name: str) -> Any:
         factory = value.default_factory
         if factory is None or factory in _FACTORIES:
@@ -207,7 +204,7 @@ _CONTAINERS: dict[type, Callable[[_Preparing, Any, str], Any]] = {
     set: _Preparing._set,
     frozenset: _Preparing._set,
     deque: lambda p, v, n: deque(p._items(v, n), v.maxlen),
-    Counter: _Preparing._counter,
+    Counter: lambda p, v, n: Counter(p._dict(v, n)),
     defaultdict: _Preparing._defaultdict,
 }
 
@@ -222,8 +219,7 @@ def _of_numpy(value: Any) -> bool:
 
 
 def _name_of(value: Any) -> str:
-    kind = value if isinstance(value, type) else type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return class_name(value if isinstance(value, type) else type(value))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

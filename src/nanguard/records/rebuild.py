@@ -42,7 +42,7 @@ def _built_of_any(options: tuple[Any, ...], value: Any, at: str) -> Any:
 
 def _built_record(kind: type[T], value: Any, at: str) -> T:
     if not isinstance(value, dict):
-        raise ValueError(f"{at}: expected an object, got {value!r:.60}")
+        raise ValueError(f"{at}: expected an object of {kind.__name__}, got {value!r:.60}")
     hints = get_type_hints(kind)
     members = {f.name: built(hints[f.name], value[f.name], f"{at}.{f.name}") for f in fields(kind) if f.name in value}  # type: ignore[arg-type]
     try:

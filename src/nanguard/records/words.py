@@ -21,3 +21,15 @@ def joined(names: Sequence[str], most: int = 3) -> str:
 def step_range(first: int, last: int) -> str:
     """``step 3``, ``steps 3 to 5``."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def with_article(name: str) -> str:
+    """``a list``, ``an int``."""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def reason(error: BaseException) -> str:
+    """The message of an error; with its type if the message alone may not say what happened."""
+    if isinstance(error, (ValueError, OSError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from nanguard.errors import ReplayError
+from nanguard.records.words import with_article
+from nanguard.source.frames import is_library_file
 
 SHAPES = "(model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, batches, loss_fn), or a dict of these names"
 _ORDERS = {
@@ -143,12 +145,11 @@ def _by_name(where: str, entry: str) -> ModuleType:
     _put_on_path(os.getcwd())
     try:
         return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{where}.".startswith(f"{error.name}."):
-            looked = f"there is no module {error.name!r}, neither in {os.getcwd()} nor installed"
-            raise ReplayError(f"--entry {entry}: {looked}. A file works too: path/to/file.py:build") from None
-        raise ReplayError(f"--entry {entry}: importing {where} raised {told(error)}") from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{where}.".startswith(f"{missing}."):
+            looked = f"there is no module {missing!r}, neither in {os.getcwd()} nor installed"
+            raise ReplayError(f"--entry {entry}: {looked}. A file works too: path/to/file.py:build") from None
         raise ReplayError(f"--entry {entry}: importing {where} raised {told(error)}") from error
 
 
@@ -189,20 +190,19 @@ def _program(given: Any, entry: str) -> BuiltProgram:
         members = {name: getattr(given, name) for name in names if hasattr(given, name)}
     for name in ("model", "loss_fn"):
         if name not in members:
-            raise ReplayError(f"{wrong}{_article(given)} without {name}")
+            raise ReplayError(f"{wrong}{_kind(given)} without {name}")
     model, loss_fn = members["model"], members["loss_fn"]
     if not isinstance(model, nn.Module):
-        raise ReplayError(f"{wrong}{_article(model)} as the model, which must be a torch.nn.Module")
+        raise ReplayError(f"{wrong}{_kind(model)} as the model, which must be a torch.nn.Module")
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
-        raise ReplayError(f"{wrong}{_article(loss_fn)} as loss_fn, which must be a function: loss_fn(model, batch)")
+        raise ReplayError(f"{wrong}{_kind(loss_fn)} as loss_fn, which must be a function: loss_fn(model, batch)")
     return BuiltProgram(
         model=model, loss_fn=loss_fn, optimizer=members.get("optimizer"), batches=members.get("batches")
     )
 
 
-def _article(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+def _kind(value: Any) -> str:
+    return with_article(type(value).__name__)
 
 
 def told(error: BaseException) -> str:
@@ -214,9 +214,6 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ") + at
 
 
-_INSIDE = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
-
-
 def is_inside(file: str) -> bool:
     """Whether a file belongs to torch, nanguard or the import system."""
-    return file.startswith((*_INSIDE, "<frozen")) or file == importlib.__file__
+    return is_library_file(file) or file.startswith("<frozen") or file == importlib.__file__

@@ -18,7 +18,7 @@ from nanguard.records.panel import panel
 from nanguard.records.printable import printable
 from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
-from nanguard.replay.repeated import RepeatedIncident, RepeatedIncidents
+from nanguard.replay.repeated import RepeatedIncident, by_fault
 from nanguard.replay.runs import header_of
 from nanguard.source.excerpt import excerpt
 
@@ -61,10 +61,7 @@ def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> It
 
     With ``brief``, a few lines for each fault. ``run_dir`` is None for an incident that was asked for alone.
     """
-    grouped = RepeatedIncidents()
-    for bundle in bundles:
-        grouped.add(bundle)
-    faults = grouped.best_first()
+    faults = by_fault(bundles)
     for place, fault in enumerate(faults if brief else faults[:1]):
         text = fault.told(short(fault.best) if brief else long(fault.best))
         yield f"\n{text}" if place else text
@@ -115,16 +112,14 @@ def _others(faults: Sequence[RepeatedIncident], run_dir: Path, num_incidents: in
 def nothing_in(run_dir: Path) -> str:
     """A sentence for a run without saved incidents, with the number in the run log."""
     told = 0
-    log = run_dir / "run.jsonl"
     try:
-        for line in log.read_text(encoding="utf-8").splitlines():
+        for line in (run_dir / RUN_LOG).read_text(encoding="utf-8").splitlines():
             event = json.loads(line)
             told += isinstance(event, dict) and event.get("event") == "incident"
     except (OSError, ValueError):
         told = 0
-    if told:
-        return f"{run_dir}: no incident was saved. {log.name} lists {told:,}; the run had capture='none'"
-    return f"{run_dir}: no incident was saved"
+    rest = f". {RUN_LOG} lists {told:,}; the run had capture='none'" if told else ""
+    return f"{run_dir}: no incident was saved{rest}"
 
 
 def outcome(replayed: Replayed, bundle: Bundle) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,17 +70,11 @@ class RepeatedIncident:
         return rows
 
 
-class RepeatedIncidents:
-    """Groups the incidents of a run by fault."""
-
-    def __init__(self) -> None:
-        self._by_likeness: dict[tuple[Any, ...], RepeatedIncident] = {}
-
-    def add(self, bundle: Bundle) -> None:
-        self._by_likeness.setdefault(likeness(bundle.outcome), RepeatedIncident(best=bundle)).add(bundle)
-
-    def best_first(self) -> list[RepeatedIncident]:
-        """The best examined fault, then the others in the order in which they came."""
-        faults = list(self._by_likeness.values())
-        best = max(faults, key=lambda fault: examined(fault.best.diagnosis), default=None)
-        return [] if best is None else [best, *(fault for fault in faults if fault is not best)]
+def by_fault(bundles: Iterable[Bundle]) -> list[RepeatedIncident]:
+    """Groups incidents by fault: the best examined fault first, then the others in the order in which they came."""
+    groups: dict[tuple[Any, ...], RepeatedIncident] = {}
+    for bundle in bundles:
+        groups.setdefault(likeness(bundle.outcome), RepeatedIncident(best=bundle)).add(bundle)
+    faults = list(groups.values())
+    best = max(faults, key=lambda fault: examined(fault.best.diagnosis), default=None)
+    return [] if best is None else [best, *(fault for fault in faults if fault is not best)]

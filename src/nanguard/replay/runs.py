@@ -12,6 +12,7 @@ from nanguard.incidents.bundle import folders
 from nanguard.incidents.reader import Bundle
 from nanguard.records.printable import printable
 from nanguard.records.run import RUN_LOG
+from nanguard.records.words import counted
 from nanguard.runlog.reader import read_run
 
 PARENTS = ("runs", "nanguard-runs")
@@ -45,11 +46,10 @@ def in_one_line(run: Path) -> str:
     except RunLogError as error:
         return f"{run}   {num_saved:,} saved incidents; its log cannot be read: {printable(str(error))}"
     steps = max((record.step + 1 for record in log.steps), default=0)
-    told = [f"{steps:,} step{'s' * (steps != 1)}", f"{len(log.incidents):,} incident{'s' * (len(log.incidents) != 1)}"]
-    causes = dict.fromkeys(each.diagnosis.words for each in log.incidents if each.diagnosis is not None)
-    if causes:
-        told.append("; ".join(list(causes)[:3]) + (" and more" if len(causes) > 3 else ""))
-    return printable(f"{run}   {', '.join(told[:2])}{': ' + told[2] if causes else ''}")
+    causes = list(dict.fromkeys(each.diagnosis.words for each in log.incidents if each.diagnosis is not None))
+    more = " and more" if len(causes) > 3 else ""
+    told = f": {'; '.join(causes[:3])}{more}" if causes else ""
+    return printable(f"{run}   {counted(steps, 'step')}, {counted(len(log.incidents), 'incident')}{told}")
 
 
 def header_of(bundle: Bundle) -> Mapping[str, Any]:

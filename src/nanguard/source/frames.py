@@ -188,7 +188,7 @@ def is_users_file(file: str) -> bool:
 
 def is_library_file(file: str) -> bool:
     """True if a file belongs to torch or nanguard."""
-    return _kind_of(file) in ("torch", "checkpoint", "nanguard", "boundary")
+    return _kind_of(file) in ("torch", "checkpoint", "nanguard")
 
 
 def is_users(kind: type[nn.Module]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanguard.numerics.norm import tensor_norms
+from nanguard.state.trees import is_float
 
 
 class ParameterSizes:
@@ -23,5 +24,4 @@ class ParameterSizes:
 
 
 def _has_size(tensor: Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return is_float(tensor) and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0

@@ -22,6 +22,7 @@ from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.optimizer_state import Node, filled, leaves, references, skeleton
 from nanguard.state.rng import RngReader, RngState
 from nanguard.state.schedule import Schedule, ScheduleNote
+from nanguard.state.training_modes import TrainingModes
 from nanguard.state.undo import Undo
 
 Facts = dict[str, Any]
@@ -197,7 +198,7 @@ class TrainingState:
         tensors that may get a gradient, and more random states, besides those of the model and its modules.
         """
         modules = list(self.model.modules())
-        rng, modes = self.rng_reader.now(), [(module, module.training) for module in modules]
+        rng, modes = self.rng_reader.now(), TrainingModes(modules)
         states = [(generator, generator.get_state()) for generator in (*_generators(modules), *generators)]
         params = [p for optimizer in self.optimizers for p in _params(optimizer)]
         grads = [(p, p.grad) for p in (*self.model.parameters(), *params, *leaves) if p.is_leaf and p.requires_grad]
@@ -213,8 +214,7 @@ class TrainingState:
             for generator, state in states:
                 generator.set_state(state)
             rng.restore(self.device)
-            for module, mode in modes:
-                module.training = mode
+            modes.restore()
 
     def cast_to_fp32_(self) -> tuple[str, ...]:
         """Casts everything in fp16 or bf16 to fp32, in place, and returns the names in ``tensors()`` of what was cast.

@@ -202,8 +202,6 @@ class Undo:
 
         Torch does not count what ``batch_norm`` writes, but it counts what the module BatchNorm writes besides.
         """
-        if not self._slots:
-            return True
         if self._loose or any(slot.was_written_to() for slot in self._large):
             return False
         return all(bank.is_noted() for bank in self._banks)
@@ -220,8 +218,6 @@ class Undo:
 
         Quicker than ``peaks`` on a CPU, which has to follow if this is False.
         """
-        if not self._slots:
-            return True
         if self._loose or any(slot.was_written_to() for slot in self._large):
             return False
         return all(bank.is_finite() for bank in self._banks if bank.is_watched)

@@ -47,9 +47,8 @@ def _version() -> int | None:
     registry: dict[Any, Any] = {}
     show, warnings.showwarning = warnings.showwarning, _show_nothing
     try:
-        warnings.warn_explicit("", _Probe, __file__, 1, registry=registry)
-    except _Probe:  # all warnings are errors here
-        return registry.get("version")
+        with contextlib.suppress(_Probe):  # raised if all warnings are errors here
+            warnings.warn_explicit("", _Probe, __file__, 1, registry=registry)
     finally:
         warnings.showwarning = show
     return registry.get("version")

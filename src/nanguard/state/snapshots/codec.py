@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanguard.records.words import with_article
+
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -216,9 +218,12 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, int], Any]] = {
 def _article(value: Any) -> str:
     if isinstance(value, _FUNCTIONS):
         return "a function"
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    return with_article(class_name(type(value)))
+
+
+def class_name(kind: type) -> str:
+    """``list``, ``pathlib.PosixPath``."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)

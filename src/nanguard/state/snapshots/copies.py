@@ -171,7 +171,7 @@ class Copier:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.where: Where = where
-        self._reader: Any = _stream(device) if self._on_cuda else None
+        self._reader: Any = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
         self._read: Any = None
 
     @torch.inference_mode(False)
@@ -308,10 +308,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _event(stream: Any) -> Any:

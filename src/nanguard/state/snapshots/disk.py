@@ -9,7 +9,6 @@ there until the second is confirmed.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import secrets
@@ -23,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanguard.state.snapshots.files import Draft, Stored, read, sync
+from nanguard.records.words import reason
+from nanguard.state.snapshots.files import Draft, Stored, changed_at, read, sync
 
 log = logging.getLogger("nanguard")
 
@@ -139,10 +139,6 @@ class DiskStore:
         """Steps that have a confirmed snapshot, oldest first. By name alone: nothing is opened."""
         return sorted({entry.step for entry in self._entries() if entry.confirmed})
 
-    def newest(self) -> int | None:
-        """The last of ``steps``; ``load`` may find that it is damaged, and use an older one."""
-        return max(self.steps(), default=None)
-
     def load(self, step: int | None = None) -> Stored:
         """The newest confirmed snapshot that is not newer than ``step``, verified byte by byte.
 
@@ -204,7 +200,7 @@ class DiskStore:
             entry = _Entry.parse(name)
             is_unfinished = not entry.confirmed and name not in self._ours if entry else _PASSING.fullmatch(name)
             # A file system that cannot lock does not say who lives: what is a day old has no owner.
-            if is_unfinished and (alone or time.time() - _changed(self.folder / name) > _DAY_S):
+            if is_unfinished and (alone or time.time() - changed_at(self.folder / name) > _DAY_S):
                 _delete(self.folder / name)
 
 
@@ -266,14 +262,7 @@ def _delete(path: Path) -> None:
         log.warning("cannot remove %s, which takes up room and is of no use (%s)", path, str(error))
 
 
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
-
-
 def _reason(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and error.filename:
         return f"{Path(error.filename).name} is missing"
-    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return reason(error)

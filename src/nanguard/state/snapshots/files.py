@@ -216,3 +216,11 @@ def sync(folder: Path) -> None:
             raise
     finally:
         os.close(file)
+
+
+def changed_at(path: Path) -> float:
+    """When it was last written to; never, if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return math.inf

@@ -10,41 +10,34 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard.state.optimizer_traits import traits_of
+from nanguard.state.snapshots.packing import nbytes_of
 
 Where = Literal["device", "host", "disk"]
 
 
 def state_bytes(live: Mapping[str, Tensor]) -> int:
     """Bytes of these tensors."""
-    return sum(map(_nbytes, live.values()))
+    return sum(map(nbytes_of, live.values()))
 
 
-def expected_state_bytes(
-    model: nn.Module, optimizers: Iterable[Optimizer], live: Mapping[str, Tensor] | None = None
-) -> int:
+def expected_state_bytes(optimizers: Iterable[Optimizer], live: Mapping[str, Tensor]) -> int:
     """Bytes of the training state once every optimizer has stepped.
 
-    That is ``live``, the state as it is now (or else parameters, buffers and the optimizer state there is), and what
-    optimizers have yet to make: known for torch's own, and for others a guess of two tensors for each parameter.
+    That is ``live``, the state as it is now, and what optimizers have yet to make: known for torch's own, and for
+    others a guess of two tensors for each parameter.
     """
-    optimizers = list(optimizers)
     yet_to_come = sum(
-        _tensors_to_come(optimizer, group) * _nbytes(p)
+        _tensors_to_come(optimizer, group) * nbytes_of(p)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
         if p.requires_grad and not any(torch.is_tensor(value) for value in optimizer.state.get(p, {}).values())
     )
-    if live is not None:
-        return state_bytes(live) + yet_to_come
-    params = {id(p): p for p in (*model.parameters(), *(p for o in optimizers for p in _params(o)))}
-    states = (value for o in optimizers for state in o.state.values() for value in state.values())
-    there = [*params.values(), *model.buffers(), *(value for value in states if torch.is_tensor(value))]
-    return sum(map(_nbytes, there)) + yet_to_come
+    return state_bytes(live) + yet_to_come
 
 
 def free_bytes(where: Where, device: torch.device, folder: str | os.PathLike[str] | None = None) -> int | None:
@@ -135,14 +128,6 @@ def human(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:

@@ -325,7 +325,7 @@ class SnapshotRing:
     def _settle_place(self) -> bool:
         """Finds out where the ring goes, and logs how much memory it takes. False if there is no room."""
         options, device = self._options, self._state.device
-        each = memory.expected_state_bytes(self._state.model, self._state.optimizers, self._state.tensors())
+        each = memory.expected_state_bytes(self._state.optimizers, self._state.tensors())
         if self._where == "auto":
             self._keep = self._room_in_host_memory(each)
             if self._keep == 0:
