@@ -30,8 +30,8 @@ from torch import nn
 
 import fleet
 from nanguard.monitor.observer import Monitor
-from nanguard.monitor.quantities import KINDS
-from nanguard.monitor.warner import HORIZON, Samples, Warner
+from nanguard.monitor.quantities import KINDS, Samples
+from nanguard.monitor.warner import HORIZON, Warner
 from nanguard.records.alert import Alert
 
 LATER = ("attention", "moment", "spectral", "collapse")

@@ -41,21 +41,13 @@ def diagnose(
     optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` where the step is finite:
     there is nothing to diagnose.
     """
-    if not isinstance(model, nn.Module) or not callable(loss_fn):
-        raise ValueError(
-            "nanguard.diagnose(model, loss_fn, batch) needs a torch.nn.Module and a function of (model, batch), got "
-            f"{type(model).__name__} and {type(loss_fn).__name__}"
-        )
+    check_arguments("diagnose", model, loss_fn)
     if depth not in ("full", "brief"):
         raise ValueError(f"depth must be 'full' or 'brief', got {depth!r}")
     inner = unwrapped(model)
     parts = parts_of_step(inner, optimizer, precision, loss_scale)
-    pending = PendingStep(0, 0, None, True, 1)
-    pending.training = TrainingModes(parts.modules)
     own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
-    micro = Microbatch(own, batch, None, reduce_gradients=True)
-    parts.note_world(micro, 0)
-    pending.microbatches.append(micro)
+    pending = step_on(parts, own, batch)
     grads = [(p, p.grad) for p in model.parameters()]
     try:
         with apart(model, alone=True):
@@ -72,6 +64,25 @@ def diagnose(
             "precision of the step that was not"
         )
     return diagnosis
+
+
+def check_arguments(caller: str, model: Any, loss_fn: Any) -> None:
+    """Raises ``ValueError`` if these are no model and no loss function."""
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise ValueError(
+            f"nanguard.{caller}(model, loss_fn, batch) needs a torch.nn.Module and a function of (model, batch), got "
+            f"{type(model).__name__} and {type(loss_fn).__name__}"
+        )
+
+
+def step_on(parts: StepParts, loss_fn: LossFn, batch: Any) -> PendingStep:
+    """A step on this batch, with the random states and training modes of now."""
+    pending = PendingStep(0, 0, None, True, 1)
+    pending.training = TrainingModes(parts.modules)
+    micro = Microbatch(loss_fn, batch, None, reduce_gradients=True)
+    parts.note_world(micro, 0)
+    pending.microbatches.append(micro)
+    return pending
 
 
 def parts_of_step(model: nn.Module, optimizer: Any, precision: str, loss_scale: LossScale | None) -> StepParts:

@@ -24,7 +24,7 @@ from nanguard.errors import ReportError
 from nanguard.guard import Guard
 from nanguard.records.layout import fitted
 from nanguard.records.panel import panel, repeated
-from nanguard.records.steps import Incident
+from nanguard.step.repeats import RepeatCounter
 
 INTRO = """
 A small GPT learns to write like "Alice's Adventures in Wonderland", in fp16, twice: same weights, same data, same
@@ -79,7 +79,7 @@ def compare(*, seed: int, steps: int, run_dir: Path, err: Console) -> Comparison
 
     model, optimizer = training.fresh(seed)
     plain_run = _told_in_words(training.plain_loop(model, optimizer, data), err)
-    plain = training.plain_result(model, _watched("plain", plain_run, steps, err), data, seed)
+    plain = training.result_of(model, _watched("plain", plain_run, steps, err), data, seed)
 
     model, optimizer = training.fresh(seed)
     with _without_panels(), training.guard_of(model, optimizer, run_dir) as guard:
@@ -190,23 +190,14 @@ def _told_in_words(run: Iterator[TrainingProgress], err: Console) -> Iterator[Tr
 
 def _told_by_panels(run: Iterator[TrainingProgress], guard: Guard, err: Console) -> Iterator[TrainingProgress]:
     """Passes on the progress of the guarded loop and prints its panels: in full, or one line if it is a repeat."""
-    shown = 0
-    seen: dict[tuple[str | None, ...], list[int]] = {}
+    shown, repeats = 0, RepeatCounter()
     for told in run:
         for incident in guard.incidents[shown:]:
-            steps = seen.setdefault(_kind(incident), [])
-            steps.append(incident.reading.step)
-            again = len(steps) > 1
-            _show(repeated(incident, same_as=steps[0], count=len(steps)) if again else panel(incident), err)
+            seen = repeats.count(incident)
+            again = seen.count > 1
+            _show(repeated(incident, same_as=seen.step, count=seen.count) if again else panel(incident), err)
         shown = len(guard.incidents)
         yield told
-
-
-def _kind(incident: Incident) -> tuple[str | None, ...]:
-    diagnosis, response = incident.outcome.diagnosis, incident.outcome.action.response
-    if diagnosis is None:
-        return (response,)
-    return (response, diagnosis.cause, diagnosis.module, diagnosis.op)
 
 
 def _show(text: str, err: Console) -> None:

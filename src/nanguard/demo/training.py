@@ -111,17 +111,19 @@ def guard_of(model: nn.Module, optimizer: Optimizer, run_dir: Path) -> Guard:
     return Guard(model, optimizer, precision="fp16", max_norm=MAX_NORM, clip="global", run_dir=run_dir)
 
 
-def plain_result(model: GPT, told: TrainingProgress, data: TextData, seed: int) -> Result:
-    return _result(model, told, data, seed, skipped=(), raised=())
-
-
 def guarded_result(guard: Guard, model: GPT, told: TrainingProgress, data: TextData, seed: int) -> Result:
     skipped = tuple(incident.reading.step for incident in guard.incidents if not incident.outcome.applied)
-    return _result(model, told, data, seed, skipped=skipped, raised=guard.kept_fp32)
+    return result_of(model, told, data, seed, skipped=skipped, raised=guard.kept_fp32)
 
 
-def _result(
-    model: GPT, told: TrainingProgress, data: TextData, seed: int, *, skipped: tuple[int, ...], raised: tuple[str, ...]
+def result_of(
+    model: GPT,
+    told: TrainingProgress,
+    data: TextData,
+    seed: int,
+    *,
+    skipped: tuple[int, ...] = (),
+    raised: tuple[str, ...] = (),
 ) -> Result:
     model.eval()
     counted = [loss for step, loss in enumerate(told.losses) if step not in skipped][-LAST_STEPS:]

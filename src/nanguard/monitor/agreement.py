@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from nanguard.monitor.quantities import Quantity
+from nanguard.monitor.quantities import Quantity, Samples
 from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.step.ranks import Ranks
-
-Samples = Mapping[Quantity, tuple[float, float]]
 
 _EVERY, _NEW, _FIRST = 0, 1, 2
 """Places in the vector: how often to probe, whether the first rank has seen something new, the first room."""

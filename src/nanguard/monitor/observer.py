@@ -17,10 +17,10 @@ from nanguard import _compat, _compat_modes
 from nanguard.monitor.agreement import Agreement
 from nanguard.monitor.pace import FIRST_EVERY, Pace
 from nanguard.monitor.probe import Measured, Probe, gathered, read
-from nanguard.monitor.quantities import KINDS, Quantity
+from nanguard.monitor.quantities import KINDS, Quantity, Samples
 from nanguard.monitor.series import MOST_POINTS
 from nanguard.monitor.signals import moment_lag, spectral_growth
-from nanguard.monitor.warner import SCALE, Samples, Warner
+from nanguard.monitor.warner import SCALE, Warner
 from nanguard.records.alert import Alert
 from nanguard.records.steps import Outcome
 from nanguard.state.names import plain_name, unwrapped

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,18 +24,7 @@ against the largest number of their format. ``moment``: g² against Adam's v, up
 alone. ``spectral``: what a recurrent weight makes of a vector in one pass, against the largest number of the format.
 ``collapse``: the differences between the samples of a batch in an output, against the resolution of its format."""
 
-KINDS: tuple[QuantityKind, ...] = (
-    "overflow",
-    "zero",
-    "gradient",
-    "update",
-    "loss",
-    "scale",
-    "attention",
-    "moment",
-    "spectral",
-    "collapse",
-)
+KINDS: tuple[QuantityKind, ...] = get_args(QuantityKind)
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 FORMATS = {name: dtype for dtype, name in _FORMATS.items()}
@@ -161,6 +151,10 @@ class Quantity:
         }[self.kind]
         shown = f"{now:.0f}" if self.kind == "gradient" else f"{now:.3g}"
         return f"{self.words}, now {shown}, {means}"
+
+
+Samples = Mapping[Quantity, tuple[float, float]]
+"""Value and limit of each quantity."""
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from nanguard.monitor.quantities import KINDS, Quantity
+from nanguard.monitor.quantities import KINDS, Quantity, Samples
 from nanguard.monitor.series import Series
 from nanguard.monitor.trend import FEWEST_POINTS, Forecast, forecast
 from nanguard.records.alert import Alert, AlertState
@@ -40,9 +40,6 @@ _LOSSES = 32
 
 LOSS = Quantity(kind="loss", module="")
 SCALE = Quantity(kind="scale", module="")
-
-Samples = Mapping[Quantity, tuple[float, float]]
-"""Value and limit of each quantity."""
 
 
 @dataclass(slots=True)
@@ -114,23 +111,21 @@ class Warner:
 
     def _add(self, step: int, samples: Samples) -> Iterator[Quantity]:
         for quantity, (value, limit) in samples.items():
-            room = quantity.room(value, limit)
-            if math.isfinite(room):
-                watched = self._watched.setdefault(quantity, _Watched())
-                watched.limit = limit
-                watched.series.add(step, room)
-                yield quantity
+            yield from self._add_room(step, quantity, quantity.room(value, limit), limit)
 
     def _add_loss(self, step: int) -> Iterator[Quantity]:
         """One point for each look, so that it is as dense as the others, and no spike. Losses below 0 have no room."""
         losses, self._since_look = self._since_look, []
         if losses and 0 < self._best < math.inf:
             room = LOSS.room(median(losses), 1.0)  # the best is taken into account later
-            if math.isfinite(room):
-                watched = self._watched.setdefault(LOSS, _Watched())
-                watched.limit = TIMES_BEST * self._best
-                watched.series.add(step, room)
-                yield LOSS
+            yield from self._add_room(step, LOSS, room, TIMES_BEST * self._best)
+
+    def _add_room(self, step: int, quantity: Quantity, room: float, limit: float) -> Iterator[Quantity]:
+        if math.isfinite(room):
+            watched = self._watched.setdefault(quantity, _Watched())
+            watched.limit = limit
+            watched.series.add(step, room)
+            yield quantity
 
     def _forecast(self, quantity: Quantity) -> Forecast | None:
         watched = self._watched[quantity]

@@ -23,7 +23,7 @@ from nanguard.policy.rungs import (
     response_of,
     steps_back,
 )
-from nanguard.records.steps import Action, Means, Outcome, Reading, Verdict, span_in_words
+from nanguard.records.steps import APPLY, Action, Means, Outcome, Reading, Verdict, span_in_words
 
 
 def _default_ladder() -> tuple[Rung, ...]:
@@ -127,11 +127,11 @@ class Policy:
     def decide(self, history: Sequence[Outcome], verdict: Verdict) -> Action:
         """What to do, given the outcomes of the steps that needed an answer before. Pure."""
         if verdict.kind == "healthy":
-            return Action(response="apply")
+            return APPLY
         if verdict.kind == "overflow":
             return Action(response="back_off")
         if verdict.kind == "divergence" and verdict.cause == "batch":
-            return Action(response="apply")  # the data have become harder, the weights are as good as before
+            return APPLY  # the data have become harder, the weights are as good as before
         if verdict.kind == "divergence" and verdict.cause == "unknown" and not self._acts_without_proof:
             return Action(response="warn", passed=("nothing says that the weights are to blame",))
         if no_progress := self.no_progress(history, verdict):

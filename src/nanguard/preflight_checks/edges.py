@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,19 +38,17 @@ def _from_zero(operand: Tensor) -> Tensor:
     return operand.abs().amin()
 
 
-def _below_all(operand: Tensor) -> Tensor:
-    return -operand.amax()
-
-
-def _inside_one(operand: Tensor) -> Tensor:
-    return (1 - operand.abs()).amin()
-
-
 _MARGINS: dict[str, Margin] = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma"), _above_zero),
     **dict.fromkeys(("reciprocal",), _from_zero),
-    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh", "i0", "special_i0"), _below_all),
-    **dict.fromkeys(("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv"), _inside_one),
+    **dict.fromkeys(
+        ("exp", "exp2", "expm1", "sinh", "cosh", "i0", "special_i0"),
+        lambda operand: -operand.amax(),
+    ),
+    **dict.fromkeys(
+        ("acos", "asin", "arccos", "arcsin", "atanh", "arctanh", "erfinv"),
+        lambda operand: (1 - operand.abs()).amin(),
+    ),
     "log1p": lambda operand: (1 + operand).amin(),
     "acosh": lambda operand: (operand - 1).amin(),
     "logit": lambda operand: torch.minimum(operand, 1 - operand).amin(),
@@ -62,7 +59,7 @@ _LAST_ARGUMENT = ("xlogy", "special_xlogy")
 _DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__div__")
 _FROM_RIGHT = ("__rtruediv__", "__rdiv__")
 _POWERS = ("pow", "__pow__", "float_power")
-_RESULTS: dict[str, Margin] = {"std": _above_zero, "hypot": _above_zero}
+_ZERO_RESULTS = ("std", "hypot")
 """Ops whose derivative has its edge where the result is 0."""
 
 
@@ -76,7 +73,8 @@ class EdgeWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            name = str(getattr(func, "__name__", "")).rstrip("_") if not _is_special(func) else func.__name__
+            name = str(getattr(func, "__name__", ""))
+            name = name if name.startswith("__") else name.rstrip("_")
             for operand, margin in _operands(name, args, result):
                 called = calling_point()
                 if called is not None and operand.requires_grad and operand.is_floating_point() and operand.numel():
@@ -97,10 +95,6 @@ class EdgeWatch(TorchFunctionMode):
         return any(bool((v < 0).any()) for v in values) and any(bool((v > 0).any()) for v in values)
 
 
-def _is_special(func: Any) -> bool:
-    return str(getattr(func, "__name__", "")).startswith("__")
-
-
 def _operands(name: str, args: Any, result: Any) -> Iterator[tuple[Tensor, Margin]]:
     """What may come too near to an edge in this call."""
     first, second = (args[0] if args else None), (args[1] if len(args) > 1 else None)
@@ -117,13 +111,5 @@ def _operands(name: str, args: Any, result: Any) -> Iterator[tuple[Tensor, Margi
             yield first, _above_zero
         elif second < 0:
             yield first, _from_zero
-    elif name in _RESULTS and isinstance(result, Tensor):
-        yield result, _RESULTS[name]
-
-
-@contextlib.contextmanager
-def edges_watched() -> Iterator[EdgeWatch]:
-    """Inside, the margins of the program's calls are noted."""
-    watch = EdgeWatch()
-    with watch:
-        yield watch
+    elif name in _ZERO_RESULTS and isinstance(result, Tensor):
+        yield result, _above_zero

@@ -21,6 +21,8 @@ from nanguard.step.pending import PendingStep
 
 _MOST_REFUSED = 32
 
+_FINITE = StepResult()
+
 _Key = tuple[Any, ...]
 
 
@@ -83,24 +85,22 @@ class FindingList:
         because = "the same step on the same data was non-finite once, and finite another time"
         diagnosis = Diagnosis(phase="forward", cause="nondeterministic_hardware_fault", because=because, repeats=False)
         finding = PreflightFinding(severity="broke", reach=reach, stress=words, diagnosis=with_remedy(diagnosis))
-        self._add(finding, None, StepResult())
+        self._add(finding)
 
     def add_nearly(self, diagnosis: Diagnosis, words: str, pending: PendingStep, reach: Reach) -> None:
         finding = PreflightFinding(severity="nearly", reach=reach, stress=words, diagnosis=diagnosis)
-        self._add(finding, pending, StepResult())
+        self._add(finding, pending)
 
     def add_state(self, words: str, diagnosis: Diagnosis) -> None:
         """Something that training uses is non-finite already."""
-        self._add(
-            PreflightFinding(severity="broke", reach="data", stress=words, diagnosis=diagnosis), None, StepResult()
-        )
+        self._add(PreflightFinding(severity="broke", reach="data", stress=words, diagnosis=diagnosis))
 
     def add_update(self, words: str, pending: PendingStep) -> None:
         """The optimizer makes a non-finite update of the gradients of now."""
         diagnosis = self._rehearsal.diagnosis_of_update(pending)
         if diagnosis is not None:
             finding = PreflightFinding(severity="broke", reach="gradients", stress=words, diagnosis=diagnosis)
-            self._add(finding, None, StepResult(found=("update",)))
+            self._add(finding)
 
     def add_crossing(self, site: DangerSite, words: str, batch: Any) -> None:
         """A denominator has both signs: in between it is 0."""
@@ -114,7 +114,7 @@ class FindingList:
         )
         self.add_nearly(with_remedy(diagnosis), words, self._rehearsal.pending(batch), "input")
 
-    def _add(self, finding: PreflightFinding, pending: PendingStep | None, result: StepResult) -> None:
+    def _add(self, finding: PreflightFinding, pending: PendingStep | None = None, result: StepResult = _FINITE) -> None:
         key = _key(finding.diagnosis)
         before = self._findings.get(key)
         if before is not None and (before.severity == "broke" or finding.severity == "nearly"):

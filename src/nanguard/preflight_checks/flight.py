@@ -21,6 +21,7 @@ from nanguard.preflight_checks.rehearsal import Rehearsal
 from nanguard.preflight_checks.search import Searcher
 from nanguard.preflight_checks.stresses import LegalBatches
 from nanguard.run_folder import RunFolder
+from nanguard.standalone import check_arguments
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.step.pending import LossFn
 from nanguard.step.precision import LossScale
@@ -65,11 +66,7 @@ def preflight(
     None. Stops after ``minutes``, which all stages share. Weights, optimizer state, buffers, gradients and random
     states are afterwards as they were. Waits for the device. Raises what ``loss_fn`` raises on the given batch.
     """
-    if not isinstance(model, nn.Module) or not callable(loss_fn):
-        raise ValueError(
-            "nanguard.preflight(model, loss_fn, batch) needs a torch.nn.Module and a function of (model, batch), got "
-            f"{type(model).__name__} and {type(loss_fn).__name__}"
-        )
+    check_arguments("preflight", model, loss_fn)
     if not minutes > 0:
         raise ValueError(f"minutes must be above 0, got {minutes!r}")
     rehearsal = Rehearsal(model, loss_fn, optimizer, precision, loss_scale)

@@ -24,14 +24,13 @@ from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Found, Reading
 from nanguard.source.frames import runs_user_code
 from nanguard.source.modules import Modules
-from nanguard.standalone import parts_of_step
+from nanguard.standalone import parts_of_step, step_on
 from nanguard.state.names import unwrapped
 from nanguard.state.nonfinite import nonfinite_names
-from nanguard.state.training_modes import TrainingModes
 from nanguard.state.trees import mapped, named_tensors
 from nanguard.state.undo import Undo
 from nanguard.step.dry_run import DryRun
-from nanguard.step.pending import LossFn, Microbatch, PendingStep
+from nanguard.step.pending import LossFn, PendingStep
 from nanguard.step.precision import LossScale, Scaler
 
 
@@ -86,12 +85,7 @@ class Rehearsal:
 
     def pending(self, batch: Any) -> PendingStep:
         """A step on a copy of this batch, with the random states of now."""
-        pending = PendingStep(0, 0, None, True, 1)
-        pending.training = TrainingModes(self.parts.modules)
-        micro = Microbatch(self._loss_fn, copied(batch), None, reduce_gradients=True)
-        self.parts.note_world(micro, 0)
-        pending.microbatches.append(micro)
-        return pending
+        return step_on(self.parts, self._loss_fn, copied(batch))
 
     def result(self, batch: Any) -> StepResult:
         """Forward, backward and update on a copy of this batch. Gradients that only a loss scale overflows are fine."""
@@ -254,10 +248,9 @@ class Rehearsal:
         exam = Exam(self.parts, pending, run, Past(), None)
         for event in run.trace.events:
             kind = event.origin.partition(" ")[0]
-            if event.kind == "outside" and kind in ("parameter", "buffer", "state"):
-                fault = (
-                    state_fault(exam, TraceFinding(event, (event,), ())) if event.has_nan or kind != "buffer" else None
-                )
+            is_state = kind in ("parameter", "state") or (kind == "buffer" and event.has_nan)
+            if event.kind == "outside" and is_state:
+                fault = state_fault(exam, TraceFinding(event, (event,), ()))
                 if fault is not None:
                     yield with_remedy(fault)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanguard.preflight_checks.edges import DangerSite, EdgeWatch, edges_watched
+from nanguard.preflight_checks.edges import DangerSite, EdgeWatch
 from nanguard.preflight_checks.ranges import TensorRange
 from nanguard.preflight_checks.rehearsal import Rehearsal, copied
-from nanguard.state.trees import mapped, named_tensors
+from nanguard.state.trees import exchanged, named_tensors
 
 _FIRST_STEP, _SMALLEST_STEP, _MOST_STEPS = 0.5, 1e-4, 40
 REACH = 4.0
@@ -25,11 +25,9 @@ _FRESH = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """How near an op came to its edge. ``crosses`` says that a denominator has both signs now, or has them already."""
+    """A batch that brings an op nearer to its edge. ``crosses``: a denominator has both signs, now or before."""
 
-    site: DangerSite
     batch: Any
-    margin: float
     crosses: bool
 
 
@@ -67,9 +65,9 @@ class Searcher:
             if watch is not None and margin is not None and value < best:
                 best, good = value, (batch, [p.detach().clone() for p in params])
                 grads = _gradients(margin, [*leaves, *params])
-                yield Pushed(site=site, batch=batch, margin=value, crosses=watch.crosses(site))
+                yield Pushed(batch=batch, crosses=watch.crosses(site))
             elif margin is not None and math.isnan(value):  # what feeds the op has become NaN
-                yield Pushed(site=site, batch=batch, margin=value, crosses=False)
+                yield Pushed(batch=batch, crosses=False)
                 return
             else:
                 is_signed = not is_signed
@@ -87,7 +85,7 @@ class Searcher:
             if grad is not None:
                 low, high = self._ranges[name].low, self._ranges[name].high
                 new[id(now[name])] = (now[name] - step * (high - low) * grad).clamp(low, high)
-        return mapped(batch, lambda leaf: new.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+        return exchanged(batch, new)
 
     @torch.no_grad()
     def _move_weights(self, params: list[Tensor], good: list[Tensor], step: float, grads: list[Tensor | None]) -> None:
@@ -106,13 +104,12 @@ class Searcher:
         tensors = dict(named_tensors(whole))
         leaves = [tensors[name].requires_grad_() for name in self._names]
         used = {id(leaf): leaf.clone() for leaf in leaves}  # programs may write to what they get
-        with edges_watched() as watch:
-            try:
-                self._rehearsal.loss_of(
-                    mapped(whole, lambda leaf: used.get(id(leaf)) if isinstance(leaf, Tensor) else None)
-                )
-            except Exception:
-                return None, leaves
+        watch = EdgeWatch()
+        try:
+            with watch:
+                self._rehearsal.loss_of(exchanged(whole, used))
+        except Exception:
+            return None, leaves
         return watch, leaves
 
 

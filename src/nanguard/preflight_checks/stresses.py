@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanguard.preflight_checks.ranges import TensorRange, ranges_of, relations_of
 from nanguard.state.batches import num_samples, take
-from nanguard.state.trees import mapped, named_tensors
+from nanguard.state.trees import exchanged, mapped, named_tensors
 
 SCALES = (10.0, 0.1, 1e-4)
 MORE = 4
@@ -162,7 +162,7 @@ class LegalBatches:
         self._repair(tensors, new)
         if all(torch.equal(new.get(id(old), old), old) for old in tensors.values()):
             return None
-        return mapped(self._base, lambda leaf: new.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+        return exchanged(self._base, new)
 
     def _repair(self, tensors: dict[str, Tensor], new: dict[int, Tensor]) -> None:
         """What holds in all data holds in what was made, too."""

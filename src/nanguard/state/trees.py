@@ -85,6 +85,11 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     return tree if new is None else new
 
 
+def exchanged(tree: Any, new: Mapping[int, Tensor]) -> Any:
+    """A copy of ``tree`` with the tensors whose ``id`` is in ``new`` exchanged."""
+    return mapped(tree, lambda leaf: new.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+
+
 def _replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
     """None if nothing is replaced."""
     inside = children(tree)
