@@ -14,11 +14,11 @@ from torch import nn
 from nanguard.diagnosis.slicing import (
     Origin,
     ProgramSource,
-    flattened,
     is_nonfinite_literal,
     last_name,
     source_of_node,
     stored_names,
+    targets_of,
 )
 from nanguard.records.diagnosis import Source
 from nanguard.source.frames import is_users
@@ -33,7 +33,7 @@ def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = (
     """The line that makes an object of a class: ``torch.optim.Adam(...)``. Of several, the one with most keywords."""
     best: tuple[int, Source] | None = None
     for file, node in ProgramSource(tuple(files)).nodes(ast.Call):
-        if isinstance(node, ast.Call) and last_name(node.func) == kind:
+        if last_name(node.func) == kind:
             said = {keyword.arg for keyword in node.keywords}
             score = sum(keyword in said for keyword in keywords)
             if best is None or score > best[0]:
@@ -63,11 +63,10 @@ def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
     """The last line that stores something under this key: ``state["exp_avg_sq"] = ...``."""
     found = None
     for file, node in ProgramSource(tuple(files)).nodes(ast.Assign):
-        if isinstance(node, ast.Assign):
-            for target in flattened(node.targets):
-                index = target.slice if isinstance(target, ast.Subscript) else None
-                if isinstance(index, ast.Constant) and index.value == key:
-                    found = source_of_node(file, node)
+        for target in targets_of(node):
+            index = target.slice if isinstance(target, ast.Subscript) else None
+            if isinstance(index, ast.Constant) and index.value == key:
+                found = source_of_node(file, node)
     return found
 
 
@@ -106,7 +105,7 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
     """
     program, found = ProgramSource(tuple(files)), []
     for file, node in program.nodes(ast.Assign):
-        if isinstance(node, ast.Assign) and program.function_of(node) not in ("forward", *not_in):
+        if program.function_of(node) not in ("forward", *not_in):
             into_a_part = any(isinstance(target, ast.Subscript) for target in node.targets)
             if into_a_part and any(is_nonfinite_literal(each, nan=nan) for each in ast.walk(node.value)):
                 found.append(source_of_node(file, node))
@@ -117,7 +116,7 @@ def line_with_number(number: float | None, files: Iterable[str]) -> Source | Non
     """The only line that stores this number somewhere. None if there is not exactly one."""
     program, found = ProgramSource(tuple(files)), dict[int, Source]()
     for file, node in program.nodes(ast.Assign):
-        if isinstance(node, ast.Assign) and any(_is_number(each, number) for each in ast.walk(node.value)):
+        if any(_is_number(each, number) for each in ast.walk(node.value)):
             found[node.lineno] = source_of_node(file, node)
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -133,7 +132,7 @@ def _is_number(node: ast.AST, number: float | None) -> bool:
 def line_that_calls(name: str, files: Iterable[str]) -> Source | None:
     """The only line that calls a method of this name. None if there is not exactly one."""
     calls = ProgramSource(tuple(files)).nodes(ast.Call)
-    found = [source_of_node(file, c) for file, c in calls if isinstance(c, ast.Call) and last_name(c.func) == name]
+    found = [source_of_node(file, call) for file, call in calls if last_name(call.func) == name]
     return found[0] if len(found) == 1 else None
 
 
@@ -144,7 +143,7 @@ def names_in_unpacking(function: object, place: int) -> list[str]:
         return []
     batch, first = code.co_varnames[1], code.co_firstlineno
     for _, node in ProgramSource((code.co_filename,)).nodes(ast.Assign):
-        if not isinstance(node, ast.Assign) or not first <= node.lineno <= first + 200:
+        if not first <= node.lineno <= first + 200:
             continue
         for target in node.targets if last_name(node.value) == batch else ():
             if isinstance(target, (ast.Tuple, ast.List)) and place < len(target.elts):
@@ -166,12 +165,11 @@ def _parts_of_batch(node: ast.AST, names: Sequence[str], place: int | None, num:
 
 def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Iterator[tuple[str, ast.AST, ast.AST]]:
     for file, node in program.nodes(ast.ClassDef):
-        if not isinstance(node, ast.ClassDef) or node.name not in classes:
+        if node.name not in classes:
             continue
         for each in ast.walk(node):
             if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value is not None:
-                targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-                for target in flattened(targets):
+                for target in targets_of(each):
                     if isinstance(target, ast.Attribute) and (target.attr, last_name(target.value)) == (name, "self"):
                         yield file, each, each.value
             elif isinstance(each, ast.Expr) and isinstance(each.value, ast.Call):
@@ -184,13 +182,12 @@ def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Itera
 def _writes(program: ProgramSource, name: str, rows: Rows | None) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
     """Statements that write to an attribute of this name or to an alias of it, with the value they write."""
     aliases = {name}
-    for _, node in program.nodes(ast.Assign):
-        if isinstance(node, ast.Assign) and _reads(node.value, name):
-            aliases |= {target.id for target in flattened(node.targets) if isinstance(target, ast.Name)}
+    for _, assignment in program.nodes(ast.Assign):
+        if _reads(assignment.value, name):
+            aliases |= {target.id for target in targets_of(assignment) if isinstance(target, ast.Name)}
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr):
         if isinstance(node, (ast.Assign, ast.AugAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in flattened(targets):
+            for target in targets_of(node):
                 covers = _is_target(target, {name}, rows)
                 if covers:
                     yield file, node, node.value, covers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import PARAMETER, Note, Swallow, TraceEvent
+from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -150,11 +150,7 @@ def _was_discarded(trace: Trace, event: TraceEvent, ends: Sequence[TraceEvent]) 
         if any(id(parent) in line for parent in each.parents) and each.note.phase == "forward":
             line.add(id(each))
     ends_of_line = [s for s in trace.swallowed if s.note.phase == "forward" and any(id(e) in line for e in s.events)]
-    return bool(ends_of_line) and all(_is_choice(s) for s in ends_of_line)
-
-
-def _is_choice(swallow: Swallow) -> bool:
-    return swallow.note.op in _DISCARDS
+    return bool(ends_of_line) and all(s.note.op in _DISCARDS for s in ends_of_line)
 
 
 def feeds_a_module(trace: Trace, birth: Note) -> bool:

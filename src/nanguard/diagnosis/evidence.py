@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanguard import _compat
-from nanguard.diagnosis.look import can_look, count_values, largest, look, place_of_first, rows_all_neginf, value_at
+from nanguard.diagnosis.look import can_look, count_values, largest, look, place_of_first, value_at
 from nanguard.records.diagnosis import Operand
 from nanguard.state.trees import leaves, mapped, tensors
 
@@ -58,10 +58,6 @@ class Evidence:
             if operand.name == name:
                 return source
         return None
-
-
-def without_evidence() -> Evidence:
-    return Evidence()
 
 
 def new_places(output: Tensor, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -186,7 +182,7 @@ def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequ
     if op in ("softmax", "log_softmax", "logsumexp", "safe_softmax"):
         dim = named.get("dim", -1)
         for each in dim if isinstance(dim, (list, tuple)) else [dim]:
-            evidence.dead_rows = evidence.dead_rows or bool(rows_all_neginf(first, int(each)).any())
+            evidence.dead_rows = evidence.dead_rows or bool(torch.isneginf(first.detach()).all(int(each)).any())
     elif "scaled_dot_product" in op:
         evidence.dead_rows = _masks_all(named)
     elif op in ("std", "var", "std_mean", "var_mean", "native_batch_norm", "cudnn_batch_norm"):

@@ -39,14 +39,9 @@ class ValueCounts:
 
     num: int
     num_nan: int
-    num_posinf: int
-    num_neginf: int
+    num_inf: int
     low: float
     high: float
-
-    @property
-    def num_inf(self) -> int:
-        return self.num_posinf + self.num_neginf
 
 
 def can_look(tensor: Tensor) -> bool:
@@ -76,18 +71,17 @@ def look(tensor: Tensor) -> Look:
 def count_values(tensor: Tensor) -> ValueCounts:
     """Count the values chunk by chunk, so that a large tensor needs little extra memory."""
     values = real(tensor.detach()).reshape(-1) if tensor.numel() else tensor.new_zeros(0)
-    nan = posinf = neginf = 0
+    nan = inf = 0
     low, high = math.inf, -math.inf
     for part in torch.split(values, 1 << 24):
         nan += int(torch.isnan(part).sum())
-        posinf += int(torch.isposinf(part).sum())
-        neginf += int(torch.isneginf(part).sum())
+        inf += int(torch.isinf(part).sum())
         finite = part[torch.isfinite(part)]
         if finite.numel():
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     if low > high:
         low = high = 0.0
-    return ValueCounts(values.numel(), nan, posinf, neginf, low, high)
+    return ValueCounts(values.numel(), nan, inf, low, high)
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -115,8 +109,3 @@ def value_at(tensor: Tensor, shape: torch.Size, index: tuple[int, ...]) -> float
     except RuntimeError:
         return None
     return abs(value.item()) if value.is_complex() else float(value.item())
-
-
-def rows_all_neginf(tensor: Tensor, dim: int) -> Tensor:
-    """A mask of the rows along ``dim`` that are all ``-inf``."""
-    return torch.isneginf(tensor.detach()).all(dim)

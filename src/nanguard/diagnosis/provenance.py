@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nanguard.diagnosis.evidence import Evidence, without_evidence
+from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.look import NOTHING, Look
 from nanguard.source.frames import Place
 
@@ -73,7 +73,7 @@ class TraceEvent:
     kind: Kind
     has_nan: bool
     parents: tuple[TraceEvent, ...] = ()
-    evidence: Evidence = field(default_factory=without_evidence)
+    evidence: Evidence = field(default_factory=Evidence)
     origin: str = ""
     wrote: str = ""
     has_posinf: bool = False

@@ -7,11 +7,13 @@ import functools
 import linecache
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from nanguard.records.diagnosis import Source
 from nanguard.source.cells import cell_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
 
 _LITERAL, _LIKELY, _POSSIBLE = 4, 3, 1
 _LIKELY_CALLS = frozenset(
@@ -65,7 +67,7 @@ class ProgramSource:
         """The name of the function that contains a node, ``""`` if it is in none."""
         return getattr(self._scopes.get(id(node)), "name", "")
 
-    def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    def nodes(self, *kinds: type[Node]) -> Iterator[tuple[str, Node]]:
         """All nodes of these kinds, file by file."""
         for file in self.files:
             tree = parsed(file)
@@ -153,7 +155,7 @@ def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
     """Constants such as ``NAN = float("nan")``. The line that uses one is reported, not its definition."""
     for node in tree.body:
         if isinstance(node, ast.Assign):
-            for target in flattened(node.targets):
+            for target in targets_of(node):
                 values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
                 if isinstance(target, ast.Name) and all(map(is_nonfinite_literal, values)):
                     yield target.id
@@ -200,8 +202,12 @@ def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:
 
 def stored_names(node: ast.Assign | ast.AugAssign) -> Iterator[str]:
     """The variables, attributes and string keys that a statement assigns to."""
-    for target in flattened(node.targets if isinstance(node, ast.Assign) else [node.target]):
-        yield stored_name(target)
+    return map(stored_name, targets_of(node))
+
+
+def targets_of(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.expr]:
+    """What a statement assigns to; the parts of a tuple one by one."""
+    return flattened(node.targets if isinstance(node, ast.Assign) else [node.target])
 
 
 def stored_name(target: ast.AST) -> str:

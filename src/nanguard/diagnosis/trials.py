@@ -61,8 +61,9 @@ class Trials:
         runs_low = parts.precision.dtype is not None or halves or any(m.autocast[0] for m in micros)
         runs_low = runs_low or any(note.dtype in _HALF for note in run.trace.notes)  # a host may turn autocast on
         fix, helps = diagnosis.fix, diagnosis.remedies
-        is_computed = diagnosis.phase in ("forward", "backward")
-        if not (runs_low and is_computed and self._try("the whole step in fp32", self._is_finite_in_fp32)):
+        if not runs_low or diagnosis.phase not in ("forward", "backward"):
+            return diagnosis
+        if not self._try("the whole step in fp32", lambda: self._replay.is_finite(fp32=[""])):
             return diagnosis
         names = self._fewest_modules(diagnosis, run)
         return replace(
@@ -71,9 +72,6 @@ class Trials:
             fix=replace(fix, code=parts.fp32_fix(names), worked=True),
             remedies=tuple(dict.fromkeys(("fp32", *helps))),
         )
-
-    def _is_finite_in_fp32(self) -> bool:
-        return self._replay.is_finite(fp32=[""])
 
     def _fewest_modules(self, diagnosis: Diagnosis, run: WatchedRun) -> tuple[str, ...]:
         """A smallest set of a few modules that make the step finite in fp32. Empty if there is no such set."""
