@@ -38,7 +38,7 @@ def diagnose(
 
     ``loss_fn(model, batch)`` returns the loss, or ``(loss, aux)``. With an ``optimizer`` its update is traced too, on
     copies. ``loss_scale`` multiplies the loss as fp16 training does; None does not. Weights, gradients, buffers,
-    optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` where the step is finite:
+    optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` if the step is finite:
     there is nothing to diagnose.
     """
     check_arguments("diagnose", model, loss_fn)

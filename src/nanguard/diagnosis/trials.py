@@ -15,6 +15,7 @@ from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
 from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.batches import filled
+from nanguard.state.casts import has_half_weights
 from nanguard.state.trees import tensors
 
 _OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
@@ -56,9 +57,9 @@ class Trials:
 
     def _precision(self, diagnosis: Diagnosis, run: WatchedRun) -> Diagnosis:
         parts = self._replay.parts
-        halves = any(p.element_size() < 4 for p in parts.state.model.parameters() if p.is_floating_point())
         micros = self._replay.pending.microbatches
-        runs_low = parts.precision.dtype is not None or halves or any(m.autocast[0] for m in micros)
+        runs_low = parts.precision.dtype is not None or has_half_weights(parts.state.model)
+        runs_low = runs_low or any(micro.autocast[0] for micro in micros)
         runs_low = runs_low or any(note.dtype in _HALF for note in run.trace.notes)  # a host may turn autocast on
         fix, helps = diagnosis.fix, diagnosis.remedies
         if not runs_low or diagnosis.phase not in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""When a finite loss has diverged: beyond its own past by a rule that outliers do not move and NaN cannot fool.
+"""When a finite loss counts as diverged: far above its own past, by a rule that ignores outliers and NaN.
 
 A single loss far out is an outlier of the data; so the rule waits until there are ``sustain`` more of them than of
 others. What counts as far is measured against the *lower half* of the best part of the recent past, which neither
@@ -26,8 +26,8 @@ class Divergence:
     ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
     have been seen before the rule speaks.
 
-    With ``needs_proof`` something is done about it only where weights that were good do better on the same batch, which
-    ``guard.step`` can find out; in a loop of your own it is only said.
+    With ``needs_proof`` something is done about it only if earlier good weights do better on the same batch, which
+    ``guard.step`` can find out; in your own loop it is only logged.
     """
 
     window: int = 256
@@ -109,7 +109,7 @@ def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _between(low: float, high: float, share: float) -> float:
-    """A share of the way up from one to the other: in ratio where both are positive, as losses are looked at."""
+    """The point at this share of the way from ``low`` up to ``high``; in ratio if ``low`` is positive."""
     if high <= low:
         return low
     return low * (high / low) ** share if low > 0 else low + share * (high - low)

@@ -80,7 +80,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class DropBadGradients:
-    """Where the loss is finite and some gradients are not, these become None and the rest of the step is applied.
+    """If the loss is finite and some gradients are not, these become None and the rest of the step is applied.
 
     The bad parameters and their moments stay as they are. Makes the host check every step, and is ignored under fp16
     loss scaling, where an overflow says nothing about a single parameter.
@@ -206,7 +206,7 @@ class RaisePrecision:
 class Rollback:
     """Everything is put back to the newest good snapshot at least ``steps`` old, and training goes on from there.
 
-    Each further time within the span goes one snapshot further; where none is as old, the oldest is taken. With
+    Each further time within the span goes one snapshot further; if none is that old, the oldest is taken. With
     ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
     for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
     the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may

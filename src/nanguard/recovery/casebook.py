@@ -32,7 +32,7 @@ class Casebook:
         parts.first_sizes = ParameterSizes(parts.state.parameters())
 
     def examine(self, pending: PendingStep, reading: Reading, *, is_last: bool = False) -> Diagnosis | None:
-        """Where it came from and why; the same on all ranks. What the run ends with is not taken for a repeat."""
+        """Where it came from and why; the same on all ranks. The last step of a run is never taken for a repeat."""
         ring = self._ring
         past = Past(
             readings=tuple(self._parts.journal.recent),
@@ -49,7 +49,7 @@ class Casebook:
     def gather(
         self, pending: PendingStep, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
     ) -> Kept | None:
-        """What a bundle is to hold, as it is now; on the ranks that saw the fault. None if enough of them are kept."""
+        """Gathers the contents of a bundle, on the ranks that saw the fault. None if enough bundles are kept."""
         parts, ranks = self._parts, [flags.rank for flags in reading.ranks]
         if self._bundles is None or parts.ranks.rank not in (ranks or [0]):
             return None
@@ -75,7 +75,7 @@ class Casebook:
         return lambda from_calls_on: repeatable(tape, trained, state.device, from_calls_on=from_calls_on)
 
     def write(self, outcome: Outcome, kept: Kept | None) -> str:
-        """Onto the disk, with what became of the step; the folder, ``""`` where there is none."""
+        """Writes the bundle with the outcome of the step. Returns its folder, ``""`` if there is none."""
         if self._bundles is None or kept is None:
             return ""
         path = self._bundles.write(self._parts.journal.next_number, outcome, kept)
@@ -89,7 +89,7 @@ class Casebook:
 
     @contextlib.contextmanager
     def letting_interrupts_out(self) -> Iterator[None]:
-        """Around answering and recording a step: what interrupted its examination is raised then, whatever happens."""
+        """Wraps answering and recording a step. What interrupted its examination is raised at the end."""
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class Casebook:
 
 
 def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
-    """What the replay of a step on damaged weights says about whoever damaged them: the step before saw them finite."""
+    """The diagnosis of damage that happened after the step before, which still saw finite weights."""
     is_seen = "update" in reading.found or diagnosis.confidence == "certain"
     if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
         return diagnosis  # the update, or the program, was seen to write to them in this very step

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from nanguard.state.casts import has_half_weights
 from nanguard.step.parts import StepParts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mitigation:
-    """``since`` step number so-and-so; taken back after ``ease_after`` steps without trouble, None never."""
+    """In force since step ``since``; taken back after ``ease_after`` steps without trouble, None: never."""
 
     kind: Literal["lr", "modules", "model"]
     since: int
@@ -32,8 +33,7 @@ class ActiveMitigations:
     @property
     def can_raise_precision(self) -> bool:
         """Whether anything runs below fp32."""
-        halves = any(p.is_floating_point() and p.element_size() < 4 for p in self._parts.state.model.parameters())
-        return self._parts.precision.dtype is not None or halves
+        return self._parts.precision.dtype is not None or has_half_weights(self._parts.state.model)
 
     def lower_lr(self, factor: float, step: int, ease_after: int | None) -> str:
         if factor == 1.0:
@@ -69,7 +69,7 @@ class ActiveMitigations:
         return f"the whole model in fp32 from now on{halves}"
 
     def cast(self) -> tuple[str, ...]:
-        """Weights and optimizer state to fp32, in place; names of what was not."""
+        """Casts weights and optimizer state to fp32, in place. Returns the names of what was cast."""
         names = self._parts.state.cast_to_fp32_()
         self._has_cast = self._has_cast or bool(names)
         return names

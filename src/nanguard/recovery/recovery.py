@@ -1,4 +1,4 @@
-"""Climbs the ladder: gathers what speaks for whose fault it is, asks the policy, does what the rung says.
+"""Climbs the ladder: gathers evidence of the cause, asks the policy, does what the rung says.
 
 Called with the training state as the failing step found it. All ranks come here together and decide by the same
 records.
@@ -186,7 +186,7 @@ class Recovery:
     def _was_finite(self, name: str, now: Tensor, *, is_buffer: bool) -> bool:
         """Whether something is non-finite that was finite in the last good snapshot.
 
-        Where there is none, weights and optimizer state count; a buffer may be a mask that is meant to be so.
+        If there is none, weights and optimizer state count as finite then; a buffer may be a mask.
         """
         then = None if self.ring is None else self.ring.saved(name)
         if then is None or then.shape != now.shape:
@@ -309,9 +309,9 @@ class Recovery:
             return verdict
 
     def _cause_of_divergence(self, pending: PendingStep, rule: Divergence) -> Cause:
-        """Would weights that were good have done better on this batch? Else the data have become harder.
+        """Whether older good weights do better on this batch; if not, the data have become harder.
 
-        Where none are in memory: do these still do well on a batch that was good?
+        If none are in memory: whether the current weights still do well on a good batch.
         """
         limit, witness = self._parts.journal.trend.limit(rule), self._witness
         if not pending.rerunnable or self.ring is None:

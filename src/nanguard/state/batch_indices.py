@@ -64,7 +64,7 @@ class NotedSampler:
         return self._given.popleft() if self._given else None
 
     def pass_over(self, number: int) -> None:
-        """So many batches were not used."""
+        """Skips batches that were not used."""
         for _ in range(number):
             self.next()
 
@@ -92,8 +92,8 @@ def begin_noted(
 ) -> tuple[Iterator[Any], NotedSampler | None]:
     """An iterator over a loader, and the sampler that notes its indices; None if they cannot be known.
 
-    They are known of torch's own DataLoader over a dataset with indices. ``begin`` makes the iterator; ``tells`` says
-    that whoever fetches a batch is to tell of it.
+    They are known of torch's own DataLoader over a dataset with indices. ``begin`` makes the iterator; with ``tells``,
+    whoever fetches a batch reports it.
     """
     if not _has_indices(loader):
         return begin(loader), None
@@ -148,7 +148,7 @@ def _gives_indices(loader: Any) -> bool:
 def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_parts: int) -> tuple[int, ...]:
     """The dataset indices of the samples of a batch, one of ``num_parts`` of a step. Empty if they are not known.
 
-    ``fetched`` are the batches that came for this step. Which of them it is, its memory says, or else the order.
+    ``fetched`` are the batches that came for this step. The right one is found by shared memory, or else by order.
     """
     keys = {_compat.storage_key(tensor) for tensor in tensors(batch)}
     same = [each for each in fetched if each.shares_memory(keys)]
@@ -193,7 +193,7 @@ def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
 
 
 def storages_of(batch: Any) -> tuple[Any, ...]:
-    """Of the tensors of a batch, as far as few steps lead to them: a batch may hold millions of numbers."""
+    """The storages of the tensors near the top of a batch, which may hold millions of numbers below."""
     return tuple(_compat.weak_storage(part) for part in _few_parts(batch, depth=2))
 
 

@@ -14,7 +14,7 @@ from nanguard.state.trees import PLAIN, named_tensors
 
 
 def num_samples(batch: Any) -> int | None:
-    """How many samples a batch holds: the first size that most of its tensors share; None where it cannot be said."""
+    """How many samples a batch holds: the first size that most of its tensors share; None if that is unclear."""
     sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.ndim]
     if not sizes:
         return None
@@ -25,7 +25,7 @@ def num_samples(batch: Any) -> int | None:
 
 
 def take(batch: Any, samples: Sequence[int], num: int) -> Any:
-    """The same batch with these samples only: whatever has ``num`` entries is cut, all else is kept whole."""
+    """The same batch with these samples only: everything with ``num`` entries is cut, the rest is unchanged."""
     if isinstance(batch, Tensor):
         if batch.ndim and batch.shape[0] == num:
             return batch[torch.tensor(samples, device=batch.device)]
@@ -46,9 +46,9 @@ def take(batch: Any, samples: Sequence[int], num: int) -> Any:
 
 
 def filled(samples: Sequence[int], num: int) -> list[int]:
-    """As many places as a batch has, of these samples over and over.
+    """These samples over and over, ``num`` in all.
 
-    A GPU ends the program where an index leaves its tensor; in a batch of the same size none does that did not before.
+    On a GPU, an index out of range ends the program. In a batch of the same size, valid indices stay valid.
     """
     return [samples[place % len(samples)] for place in range(num)]
 

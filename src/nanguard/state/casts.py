@@ -41,3 +41,7 @@ def to_fp32_(models: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> tupl
     for wrapper in wrappers:
         _compat.reduce_anew(wrapper)
     return tuple(name for name, _ in halves.values())
+
+
+def has_half_weights(model: nn.Module) -> bool:
+    return any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())

@@ -1,8 +1,8 @@
-"""Where a run is in its data, and the way back: passes over loaders that can be walked again from any batch.
+"""The position of a run in its data, and how to go back: passes over loaders that can be repeated from any batch.
 
-A loader with a ``state_dict`` of its own is put back by it. Any other is iterated anew with the random states it began
-with, and the batches before are passed over (for torch's own loader without workers, without reading them). What is
-an iterator already, such as a generator, cannot be walked again; then nothing comes twice.
+A loader with a ``state_dict`` is restored by it. Any other loader is iterated again with the random states that it
+began with, and earlier batches are skipped (of torch's own loader without workers, without reading them). An iterator,
+such as a generator, cannot be repeated: its batches come once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pass:
         self.begin()
 
     def begin(self) -> None:
-        """From the first batch, with the random states of now."""
+        """Starts at the first batch, with the current random states."""
         self.position = 0
         self._start = _Start.of(self.loader, self._rng_reader)
         self._begin_iterator()
@@ -47,7 +47,7 @@ class Pass:
         self._iterator, self._noted = begin_noted(self.loader)
 
     def begin_again(self) -> None:
-        """Once more from the first batch, after an earlier pass over the same loader was repeated."""
+        """Starts at the first batch again, after an earlier pass over the same loader was repeated."""
         if self._start.epoch is not None:
             _sampler(self.loader).set_epoch(self._start.epoch)
         self.begin()
@@ -63,16 +63,16 @@ class Pass:
         return batch
 
     def fetched(self, batch: Any) -> FetchedBatch | None:
-        """Which records the batch that came last holds; None if that is not known. Call it once for each."""
+        """The records that the last batch holds; None if they are not known. Call it once per batch."""
         return None if self._noted is None else self._noted.fetched(batch, self.position)
 
     def mark(self) -> dict[str, Any]:
-        """All that is needed to come back to this point, here or in another process."""
+        """Everything that is needed to come back to this point, here or in another process."""
         state = copy.deepcopy(self.loader.state_dict()) if _is_stateful(self.loader) else None
         return {"number": self.number, "position": self.position, "start": self._start.as_dict(), "loader": state}
 
     def go_back(self, mark: dict[str, Any], device: torch.device) -> None:
-        """To a point that was marked. The generators of the process are left as they are."""
+        """Goes to a marked point. The random states of the process do not change."""
         before = self._rng_reader.now()
         self.number, self.position = mark["number"], mark["position"]
         self._start = _Start.from_dict(mark["start"])
@@ -92,9 +92,9 @@ class Pass:
 
 @dataclass(slots=True)
 class Data:
-    """The passes that a snapshot may go back to, the current one among them.
+    """The passes that a snapshot may go back to, including the current one.
 
-    ``last`` is the batch given last. A way back that was chosen is taken when the next batch is asked for.
+    ``last`` is the last batch that was given out. ``go_back`` takes effect before the next batch.
     """
 
     device: torch.device
@@ -110,7 +110,7 @@ class Data:
     _skip_between: tuple[Place, Place] | None = None
 
     def begin(self, loader: Iterable[Any], number: int) -> Pass:
-        """A new pass; where a run is resumed, the one it was in."""
+        """Begins a new pass, or the one that a resumed run was in."""
         saved, self._saved = self._saved, None
         self.num_begun += 1
         self.current = Pass(loader, number, self.rng_reader)
@@ -128,7 +128,7 @@ class Data:
         return self.current
 
     def fetch(self) -> Any:
-        """The next batch that is not to be stepped over, or ``END``."""
+        """The next batch that is not skipped, or ``END``."""
         assert self.current is not None
         while True:
             place = (self.current.number, self.current.position)
@@ -151,7 +151,7 @@ class Data:
 
     @property
     def is_going_back(self) -> bool:
-        """Whether a way back was chosen and not taken yet."""
+        """Whether the data go back before the next batch."""
         return self._back is not None
 
     def abandon(self) -> None:
@@ -160,7 +160,7 @@ class Data:
         self.current = self.last = self._back = None
 
     def end(self) -> bool:
-        """After a pass: goes on to the next, where the run had gone further before it went back."""
+        """Ends a pass. True if a later pass follows, since the run was further before it went back."""
         assert self.current is not None
         behind = self.passes[self.passes.index(self.current) + 1 :]
         if not behind:
@@ -174,7 +174,7 @@ class Data:
         return None if self.current is None else self.current.mark()
 
     def resume_at(self, mark: dict[str, Any] | None, rng: RngState) -> None:
-        """The next pass begins where a run in another process was, whatever is drawn until then."""
+        """The next pass begins at the position of a run in another process, whatever is drawn until then."""
         self._saved = mark, rng
 
     def go_back(
@@ -185,9 +185,9 @@ class Data:
         over: int = 0,
         between: tuple[Place, Place] | None = None,
     ) -> str:
-        """Chooses the way back to a mark, stepping over the next ``over`` batches, or those ``between`` two places.
+        """Goes back to a mark before the next batch, and skips ``over`` batches there, or those ``between`` two places.
 
-        ``rng`` is to be restored there, whatever the rest of the loop's body draws. Returns in words what will happen.
+        ``rng`` is restored then, whatever the rest of the loop's body draws. Returns what will happen, in words.
         """
         if self.current is None or mark is None:
             return "the data go on as your loop has them"
@@ -207,7 +207,7 @@ class Data:
         return back
 
     def settle(self) -> None:
-        """Takes the way back, if one was chosen."""
+        """Goes back, if ``go_back`` was called."""
         if self._back is None:
             return
         (mark, rng), self._back = self._back, None
@@ -263,7 +263,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _sampler(loader: Any) -> Any:
-    """Whoever shuffles by ``set_epoch``, such as a ``DistributedSampler``."""
+    """The object that shuffles by ``set_epoch``, such as a ``DistributedSampler``."""
     for owner in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader):
         if hasattr(owner, "set_epoch"):
             return owner

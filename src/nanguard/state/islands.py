@@ -23,13 +23,13 @@ _PREPARE = "__prepare_scriptable__"
 class Islands:
     """The modules of ``model`` that are kept in fp32; none at first, except those it was copied or loaded with.
 
-    A kept module runs with autocast off and half inputs cast to fp32, hence its backward pass too (called outside of
-    autocast, as torch advises); half parameters and buffers take part as fp32 copies. Its outputs get the half type of
-    its inputs back: bf16, where there are both. They stay in fp32 where all inputs were, or under autocast where some
-    were: an fp32 residual stream cast to fp16 could overflow. A result without dimensions (a loss) stays too. In fp32
-    alone, as in validation without autocast, nothing is cast.
+    A kept module runs with autocast off and half-precision inputs cast to fp32, and so does its backward pass (called
+    outside of autocast, as torch advises). Half-precision parameters and buffers are used as fp32 copies. Outputs are
+    cast back to the half type of the inputs, to bf16 if there are both. They stay in fp32 if all inputs were, or under
+    autocast if some were: an fp32 residual stream cast to fp16 could overflow. A result without dimensions (a loss)
+    stays in fp32 too. If everything is in fp32, as in validation without autocast, nothing is cast.
 
-    What an island cannot see: a module used otherwise than by calling it (``F.linear(x, embed.weight)``, the
+    What an island cannot see: a module that is used without calling it (``F.linear(x, embed.weight)``, the
     ``out_proj`` of ``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer`` in evaluation), autocast
     turned on inside the module's own forward, and half tensors that are neither arguments, parameters nor buffers.
     What a kept module writes in place into a half argument, or into a container of such, is written to its copy.
@@ -53,9 +53,9 @@ class Islands:
     def keep(self, *patterns: str | nn.Module) -> tuple[str, ...]:
         """Keeps modules in fp32 from now on and returns the names of those that were not kept before.
 
-        A pattern is a name, a module, or has wildcards, as in ``"decoder.layers.*.attn"``, where ``*`` stands for dots
-        too. The model itself is ``""`` alone, and ``"*"`` all in it. Where a pattern matches nothing that can be
-        called, ``ValueError``, and nothing is kept.
+        A pattern is a name, a module, or has wildcards, as in ``"decoder.layers.*.attn"``; ``*`` matches dots too.
+        ``""`` is the model itself, ``"*"`` everything in it. Raises ``ValueError`` if a pattern matches nothing that
+        can be called; then nothing is kept.
         """
         matched = self._matched(patterns)
         if matched and self._is_replicated:
@@ -87,7 +87,7 @@ class Islands:
         return old
 
     def put_back(self) -> None:
-        """Before a step: those that ``torch.jit.script`` had to do without are there again."""
+        """Before a step: puts back the islands that ``torch.jit.script`` had to remove."""
         for island in self._islands.values():
             island.put_back()
 
@@ -108,7 +108,7 @@ class Islands:
         self.keep(*wanted)
 
     def _matched(self, patterns: Iterable[str | nn.Module]) -> set[str]:
-        """The first names of all that is meant; ``ValueError`` where a pattern means nothing."""
+        """The first names of all matching modules. Raises ``ValueError`` if a pattern matches nothing."""
         meant = [(pattern, self._meant(pattern)) for pattern in patterns]
         nothing = [pattern for pattern, names in meant if not names]
         if nothing:
@@ -126,7 +126,7 @@ class Islands:
         return {self._names[name] for name in hits if _has_forward(self._modules[self._names[name]])}
 
     def _no_such(self, patterns: Iterable[str | nn.Module]) -> str:
-        """Why each of these means nothing, and what was perhaps meant."""
+        """Why each of these matches nothing, and what was perhaps meant."""
         there = [name for name, first in self._names.items() if name and _has_forward(self._modules[first])]
         why = []
         for pattern in patterns:
@@ -175,7 +175,7 @@ class _Island:
             del self.module.__dict__[_PREPARE]
 
     def remove(self) -> None:
-        """Puts back what was there; where someone has wrapped the island since, it runs the module as it is."""
+        """Puts back what was there. If the island was wrapped since, it runs the module unchanged."""
         self.active = False
         self.lift()
 
@@ -248,7 +248,7 @@ class _Lift:
 
 
 class _Behind(nn.Module):
-    """Takes its module's place in ``functional_call``: by itself it would run its hooks, and the island, again."""
+    """Stands for the module in ``functional_call``: the module itself would run its hooks, and the island, again."""
 
     def __init__(self, island: _Island) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _type_of_outputs(inputs: list[torch.dtype], own: list[torch.dtype], autocasts: bool) -> torch.dtype | None:
     """What fp32 outputs are cast to; None to leave them.
 
-    Where nothing floating comes in, as in an embedding, the module's own type is what would come out.
+    If no input is floating point, as for an embedding, the type of the module's own tensors counts.
     """
     halves = [dtype for dtype in inputs if dtype in _HALF] if inputs else own
     if not halves or (autocasts and torch.float32 in inputs):
@@ -291,9 +291,9 @@ def _type_of_outputs(inputs: list[torch.dtype], own: list[torch.dtype], autocast
 
 
 def _cast(tree: Any, function: Callable[[Tensor], Tensor | None]) -> Any:
-    """A copy of ``tree`` with those floating tensors replaced for which there is something else.
+    """A copy of ``tree`` in which ``function`` replaces floating-point tensors; None leaves a tensor as it is.
 
-    A tensor that is there twice is one tensor in the copy too: attention looks whether query, key and value are.
+    A tensor that occurs twice is one tensor in the copy too: attention checks whether query, key and value are.
     """
     known: list[tuple[Tensor, Tensor | None]] = []
 

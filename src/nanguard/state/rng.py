@@ -19,7 +19,7 @@ _FIRST, _EVERY = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """States as they were; ``host`` (Python's, NumPy's) is None where they were not read."""
+    """Random states. ``host`` (Python's, NumPy's) is None if they were not read."""
 
     cpu: Tensor
     cuda: tuple[int, int] | None
@@ -52,7 +52,7 @@ class RngReader:
         self._drawn_on_host = False
 
     def now(self, step: int = 0) -> RngState:
-        """Of Python's and NumPy's generators always at step 0."""
+        """The current states. Those of Python and NumPy are always read at step 0."""
         look = self._drawn_on_host or step < _FIRST or step % _EVERY == 0
         cuda = None
         if self._generator is not None:  # two numbers are all of its state, and quicker to read than the tensor of it
@@ -60,7 +60,7 @@ class RngReader:
         return RngState(torch.default_generator.get_state(), cuda, _host_state() if look else None)
 
     def compare(self, before: RngState) -> None:
-        """Tells whether the step that just ran drew from Python's or NumPy's generator."""
+        """Notes whether the step that just ran drew from Python's or NumPy's generator."""
         if before.host is not None and not self._drawn_on_host:
             python, numpy = _host_state()
             drew_numpy = numpy is not None and not _same_numpy(before.host[1], numpy)
@@ -80,7 +80,7 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 
 
 def _host_state() -> tuple[Any, Any]:
-    # NumPy is asked only where the program has imported it: nothing else can have drawn from it.
+    # Only if the program has imported NumPy: otherwise nothing can have drawn from it.
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 

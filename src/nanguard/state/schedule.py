@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rate of each parameter group now. Syncs where they are tensors on the device."""
+        """The learning rate of each parameter group now. Syncs if they are tensors on the device."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -67,7 +67,7 @@ class Schedule:
         self._written = self._numbers()
 
     def give_back(self, factor: float) -> bool:
-        """Undoes ``multiply(factor)``; False, and nothing happens, where the program has written rates of its own."""
+        """Undoes ``multiply(factor)``. False, and nothing changes, if the program has set rates itself since."""
         if not self.is_ours and self._numbers() != self._written:
             self.factor /= factor
             return False
@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the guard moves the learning rate; else it is the user's, and never put back."""
+        """Whether the guard advances the learning rate. If not, it is the user's and is never put back."""
         return bool(self._schedulers)
 
     def tick(self) -> None:
@@ -97,7 +97,7 @@ class Schedule:
                 scheduler.step()
 
     def note(self, *, everything: bool = False) -> ScheduleNote:
-        """Where the guard moves the learning rate, what schedulers move; else everything, for it is the user's."""
+        """What schedulers change; all options if the user changes them, or with ``everything``."""
         keys = _SCHEDULED if self._schedulers and not everything else None
         return ScheduleNote(
             [[_copied_options(group, keys) for group in optimizer.param_groups] for optimizer in self._optimizers],
@@ -106,7 +106,7 @@ class Schedule:
         )
 
     def restore(self, note: ScheduleNote) -> None:
-        """As it was, but for what the learning rate has been lowered by since: that stays."""
+        """Puts everything back, but a learning rate that was lowered since stays lowered."""
         factor, self.factor = self.factor, note.factor
         for optimizer, groups in zip(self._optimizers, note.options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=False):  # one may have been added since
@@ -145,7 +145,7 @@ def check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Opt
 
 
 def _copied_options(options: Options, keys: Sequence[str] | None = None) -> Options:
-    """A copy that later steps do not reach into; parameters are not options."""
+    """A copy that later steps do not change, without the parameters."""
     copied = {**options} if keys is None else {key: options[key] for key in keys if key in options}
     copied.pop("params", None)
     for key, value in copied.items():
@@ -180,7 +180,7 @@ def _all_of(schedulers: Sequence[Any]) -> Iterator[Any]:
 
 
 def _multiply(place: dict[str, Any], keys: Sequence[str], factor: float, done: set[int]) -> None:
-    """The numbers under ``keys``, tensors in place and once: a captured step reads that very memory."""
+    """Multiplies the numbers under ``keys``; tensors in place and once, since a captured step reads their memory."""
     for key in keys:
         value = place.get(key)
         if isinstance(value, torch.Tensor):

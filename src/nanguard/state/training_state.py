@@ -231,7 +231,7 @@ class TrainingState:
     # ---- the parts -----------------------------------------------------------------------------------------------
 
     def _check(self, facts: Facts) -> None:
-        """Raises ``ValueError`` where the run is not the one that was copied, before anything is written."""
+        """Raises ``ValueError`` if the run is not the one that was copied, before anything is written."""
         now, then = {name: list(tensor.shape) for name, tensor in self._parameter_places()}, facts["parameters"]
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         odd = sorted(name for name in now.keys() | then.keys() if now.get(name, then.get(name)) != then.get(name))
@@ -310,7 +310,7 @@ class TrainingState:
     def _replace_buffers(
         self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved, *, none: set[str]
     ) -> None:
-        """Buffers that have gone, or are of another shape now, as tensors of their own; None where there was none."""
+        """New tensors for buffers that are gone or have another shape now; those in ``none`` become None again."""
         for name, owner, key in self._buffer_places():
             if name in none:
                 _compat.buffers_of(owner)[key] = None

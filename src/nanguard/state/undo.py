@@ -1,7 +1,7 @@
 """Tensors that change outside the optimizer and must not show a bad step: module buffers and averaged models.
 
 BatchNorm writes its running statistics in the forward pass, before any gradient can be checked. So what may change is
-copied when a step begins and put back when the step is skipped: by the host where it knows, else on the device.
+copied when a step begins and put back when the step is skipped: by the host if it knows, else on the device.
 
 Small tensors are copied at every step, all of one kind by one kernel: torch does not count what ``batch_norm`` writes.
 Large ones are copied only after torch has counted a write, so that masks and position tables cost nothing. What the
@@ -46,7 +46,7 @@ class _Slot:
 
     @property
     def fits(self) -> bool:
-        """Whether the copy is one of what is there now: a program may have put in a tensor of another shape or kind."""
+        """Whether the copy has the shape and kind of the current tensor, which the program may have replaced."""
         now, saved = self.current, self.saved
         return now is saved if now is None or saved is None else _alike(now, saved)
 
@@ -63,7 +63,7 @@ class _Slot:
         self.origin, self.version = now, None if now is None else _compat.version(now)
 
     def put_(self, saved: Tensor | None) -> None:
-        """Puts ``saved`` in place: into the module's own tensor where that is still there, else as a tensor of its own.
+        """Puts ``saved`` back: into the module's tensor if that is still there, else as a new tensor.
 
         What a program has put there instead may be its own (a batch that the module remembers) and is not written to.
         """
@@ -86,7 +86,7 @@ class _Slot:
             self.owner[self.key] = torch.where(bad, self.saved, now)
 
     def peak(self) -> Tensor | None:
-        """The largest absolute value now, of the elements that were finite before; None where that cannot be said."""
+        """The largest absolute value now, of the elements that were finite before; None if that is not known."""
         now, saved = self.current, self.saved
         if now is None or saved is None or now.dtype not in _WATCHED or now.numel() == 0 or not self.fits:
             return None
@@ -173,7 +173,7 @@ class _Bank:
 
 
 class Undo:
-    """Notes tensors, and puts them back. Does not sync, but where tensors of another shape or kind have come in."""
+    """Notes tensors and puts them back. Does not sync, unless tensors have changed their shape or kind."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -223,7 +223,7 @@ class Undo:
         return all(bank.is_finite() for bank in self._banks if bank.is_watched)
 
     def undo_where_(self, flag: Tensor) -> None:
-        """Puts back, where the 0-dim ``flag`` is 1, what can be put back on the guard's device."""
+        """Puts back what can be put back on the device, if the 0-dim ``flag`` is 1."""
         if self._slots:
             self._undo_where_(flag != 0)
 
@@ -274,7 +274,7 @@ class Undo:
         return {key: None if s.saved is None else s.saved.clone() for key, s in self._loose.items()}
 
     def _is_out_of_order(self) -> bool:
-        """Whether something is now where it cannot be dealt with: of another shape or kind, or not to be written to."""
+        """Whether a tensor is in the wrong group now: it has another shape or kind, or cannot be written to."""
         replaced = [slot for bank in self._banks if not bank.unchanged() for slot in bank.slots]
         replaced += [slot for slot in self._large if slot.current is not slot.origin]
         if not all(slot.fits for slot in (*replaced, *self._loose.values())):
@@ -356,7 +356,7 @@ class Undo:
 
     @torch.no_grad()
     def _sort(self) -> None:
-        """Puts the slots where they are dealt with, each with a copy of what is there now."""
+        """Sorts the slots into groups, each slot with a copy of its current tensor."""
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[_Slot], list[Tensor]]] = {}
         self._large, self._loose = [], {}
         modules: dict[int, int] = {}

@@ -15,7 +15,7 @@ class _Probe(Warning):
 
 @contextlib.contextmanager
 def as_warned_before() -> Iterator[None]:
-    """What the block warns of, or does to the filters, does not count: no warning is shown again, or not at all.
+    """Warnings inside do not count: afterwards Python shows each warning as if the block had not run.
 
     ``warnings.catch_warnings``, which torch and the standard library use, makes Python forget what it has shown. Works
     as a decorator too.

@@ -30,7 +30,7 @@ _MOST_LINKS, _MOST_REASONS = 24, 6
 
 
 def ladder(story: Story) -> Markup | None:
-    """A list of the rungs, mildest first; None where the log does not tell the policy."""
+    """A list of the rungs, mildest first; None if the log does not have the policy."""
     told = _told_rungs(story.run.header)
     if told is None:
         return None

@@ -21,7 +21,7 @@ _AS_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies the second of each pair into the first, to the bit where the dtypes are the same. Does not sync."""
+    """Copies the second of each pair into the first, bit for bit if the dtypes are the same. Does not sync."""
     together: dict[tuple[torch.dtype, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for to, source in pairs:
         if _goes_together(to, source):

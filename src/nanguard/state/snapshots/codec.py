@@ -1,11 +1,11 @@
 """State dictionaries as strict JSON and tensors, and back, exactly.
 
-What JSON has is itself: text, booleans, ``None``, finite floats, integers of 64 bits, lists, and dictionaries whose
+JSON types stay as they are: text, booleans, ``None``, finite floats, integers of 64 bits, lists, and dictionaries whose
 keys are text without ``$`` in front. All else is an object of one key that begins with ``$``: ``{"$tuple": [1, 2]}``,
-``{"$dict": [[key, value], ...]}``, ``{"$tensor": "0"}``. Tensors, and the bytes of NumPy arrays, are handed out beside.
+``{"$dict": [[key, value], ...]}``, ``{"$tensor": "0"}``. Tensors, and the bytes of NumPy arrays, are returned apart.
 
-Reading builds values from a fixed list of types. It looks up no name that the data brings along, and runs nothing.
-Whoever keeps other things says of what plain values they are made (``Tagged``), and how to make them again.
+Reading builds values from a fixed list of types. It looks up no name that is in the data, and runs nothing.
+A caller with other objects describes them by plain values (``Tagged``), and says how to make them again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tagged:
 
 
 def encode(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What ``json.dumps(..., allow_nan=False)`` takes, and the tensors it refers to, themselves and not copied.
+    """Data for ``json.dumps(..., allow_nan=False)``, and the tensors that it refers to, not copied.
 
     Raises ``ValueError`` that names the place of what cannot be kept. A parameter is kept as a plain tensor, and of
     containers what they contain.
@@ -74,7 +74,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor], makers: Mapping[str, Callab
 
 
 def unfit_tensor(tensor: Tensor) -> str | None:
-    """What kind of tensor this is, if its elements alone do not say all of it."""
+    """What kind of tensor this is, if its elements alone do not describe it; else None."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"a tensor of class {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -180,7 +180,7 @@ class _Encoder:
         return name
 
     def _numpy(self, value: Any, depth: int) -> Any:
-        numpy = sys.modules.get("numpy")  # where the program has not imported it, this is nothing of NumPy's
+        numpy = sys.modules.get("numpy")  # if the program has not imported it, this is no value of NumPy
         if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
             raise _Unfit(_article(value))
         dtype = value.dtype

@@ -1,4 +1,4 @@
-"""Copies of a training state, made out of training's way, and put back.
+"""Copies of a training state, made without delaying training, and put back.
 
 On a GPU the state is read on a stream of its own while forward and backward passes go on. Only a write to what is being
 read has to wait, and ``fence`` makes it wait on the device. A copy to host memory goes there directly. It needs a few
@@ -75,10 +75,10 @@ class Copies:
     @torch.inference_mode(False)
     @torch.no_grad()
     def put_back(self, live: Mapping[str, Tensor]) -> None:
-        """Writes the copies of these names into ``live``, on the current stream; casts where the dtype is another now.
+        """Writes the copies of these names into ``live``, on the current stream; casts if the dtype has changed.
 
         ``KeyError`` for a name that was not copied, ``ValueError`` for a shape that differs, before anything is
-        written. Does not sync, but where a tensor has moved to another device.
+        written. Does not sync, unless a tensor has moved to another device.
         """
         if not self._is_taken:
             raise ProtocolError("put_back() was called on memory that no state was copied into: call take() first")
@@ -219,7 +219,7 @@ class Copier:
     def fence(self) -> None:
         """Makes the current stream wait, on the device, until what was taken may be written to. Does not sync.
 
-        To be called right before the optimizers step; does nothing where nothing is being read.
+        Call it right before the optimizers step. Does nothing if nothing is being read.
         """
         if self._read is not None:
             self._refuse_capture("fence")
@@ -227,7 +227,7 @@ class Copier:
             self._read = None
 
     def packs(self, tensor: Tensor) -> bool:
-        """Whether it is a plain tensor on this GPU, to be copied behind training's back."""
+        """Whether it is a plain tensor on this GPU, which can be copied while training goes on."""
         return (
             self._on_cuda
             and tensor.device == self.device
@@ -287,7 +287,7 @@ def _send(copies: Copies, parcels: list[Parcel], live: dict[str, Tensor], scratc
 @torch.inference_mode(False)
 @torch.no_grad()
 def write_back(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-    """``Copies.put_back`` for tensors that came from elsewhere, such as a file. Syncs where they change devices."""
+    """``Copies.put_back`` for tensors that came from elsewhere, such as a file. Syncs if they change devices."""
     _check(saved, live)
     copy_all((tensor, saved[name]) for name, tensor in live.items())
 

@@ -72,8 +72,8 @@ class DiskStore:
         """Writes a snapshot, unconfirmed. When this returns it is on the disk.
 
         Nothing may write to the tensors meanwhile. They are not copied, but for one at a time that is not contiguous
-        or not on the CPU. ``facts`` may hold all that ``codec.encode`` takes. Raises ``OSError`` where the disk fails;
-        nothing is left of it then, and other snapshots are as they were.
+        or not on the CPU. ``facts`` may hold all that ``codec.encode`` takes. Raises ``OSError`` if the disk fails;
+        then nothing of it is left, and other snapshots are unchanged.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer from 0 on, got {step!r}")
@@ -142,8 +142,7 @@ class DiskStore:
     def load(self, step: int | None = None) -> Stored:
         """The newest confirmed snapshot that is not newer than ``step``, verified byte by byte.
 
-        One that is damaged is passed over with a warning. Raises ``FileNotFoundError`` that says what was looked at if
-        none is left.
+        A damaged one is skipped with a warning. Raises ``FileNotFoundError`` that says what was tried if none is left.
         """
         refused: list[tuple[_Entry, str]] = []
         for entry in reversed(self._entries()):
@@ -217,7 +216,7 @@ class _Lock:
         return self._release is not None and self._release.alive
 
     def take(self) -> bool | None:
-        """Whether it is ours now; None where there is no telling."""
+        """Whether it is ours now; None if that is not known."""
         try:
             import fcntl
 

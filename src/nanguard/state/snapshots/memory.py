@@ -1,4 +1,4 @@
-"""How much memory snapshots need, how much is free, and what to do where it is not enough."""
+"""How much memory snapshots need, how much is free, and what to do if it is not enough."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def require_fit(
     each: int | None = None,
     keep: int | None = None,
 ) -> None:
-    """Raises ``ValueError`` where ``total`` bytes are not to be had: what is needed, what is free, and what to do."""
+    """Raises ``ValueError`` if ``total`` bytes are not free: what is needed, what is free, and what to do."""
     free = free_bytes(where, device, folder)
     if free is None or total <= free:
         return
@@ -176,7 +176,7 @@ def _free_in_cgroups(mine: Path = Path("/proc/self/cgroup"), root: Path = Path("
 
 def _left_in(group: Path, limit: str, used: str, droppable: str) -> int | None:
     try:
-        most = int((group / limit).read_text())  # "max" where there is none
+        most = int((group / limit).read_text())  # "max" if there is none
         left = most - int((group / used).read_text())
     except (OSError, ValueError):
         return None

@@ -16,7 +16,7 @@ class Snapshots:
         every: how many steps lie between two snapshots.
         keep: how many good ones are kept. Memory is needed for one more, since none is given up for one that is
             not known to be good.
-        where: ``"host"`` copies to pinned host memory behind the next step; ``"disk"`` from there to
+        where: ``"host"`` copies to pinned host memory during the next step; ``"disk"`` from there to
             ``run_dir/snapshots``, to be resumed from by another process; ``"device"`` within the accelerator's memory,
             which is quicker, and which training may need itself. ``"auto"`` is host memory, with fewer snapshots than
             ``keep`` or none if they would take more than a quarter of what is free there.

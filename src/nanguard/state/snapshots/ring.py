@@ -92,7 +92,7 @@ class SnapshotRing:
         return tuple(snapshot.step for snapshot in self._good)
 
     def saved(self, name: str) -> Tensor | None:
-        """One tensor of the newest good snapshot, where it is in memory. Waits for the copy."""
+        """One tensor of the newest good snapshot; None if it is not in memory. Waits for the copy."""
         copies = self._good[-1].copies if self._good else None
         if copies is None or name not in copies.names:
             return None
@@ -101,7 +101,7 @@ class SnapshotRing:
 
     @contextlib.contextmanager
     def weights_of_oldest(self) -> Iterator[bool]:
-        """Parameters and buffers are those of the oldest good snapshot; False where none is in memory. Syncs.
+        """Parameters and buffers are those of the oldest good snapshot; False if none is in memory. Syncs.
 
         Afterwards they are as they were.
         """
@@ -126,7 +126,7 @@ class SnapshotRing:
             self._copier.fence()
 
     def after_step(self, step: int) -> None:
-        """``step`` steps have been made; takes a snapshot where one is due."""
+        """``step`` steps have been made; takes a snapshot if one is due."""
         if step >= self._next and self._candidate is None and self._is_calm():
             self.take(step)
 
@@ -224,7 +224,7 @@ class SnapshotRing:
         return facts
 
     def resume(self) -> Facts | None:
-        """Puts back the newest good snapshot that an earlier process has left on disk; None where there is none."""
+        """Puts back the newest good snapshot that an earlier process has left on disk; None if there is none."""
         if self._disk is None:
             raise ValueError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
         number = len(self._disk.steps())
@@ -243,7 +243,7 @@ class SnapshotRing:
         return facts
 
     def forget(self) -> None:
-        """The run is elsewhere now: nothing that was kept is of its past."""
+        """The run is at another state now: no snapshot is of its past."""
         self.trouble(-1)
         self._good, self._next = [], 1
 
@@ -257,7 +257,7 @@ class SnapshotRing:
         return True
 
     def agree(self) -> None:
-        """On a bad day: if one rank had no memory left for snapshots, none has any, and all decide by the same."""
+        """If one rank has no memory left for snapshots, all ranks drop theirs, so that they decide alike."""
         if self._ranks.any(self.is_over):
             self.give_up()
 
@@ -280,7 +280,7 @@ class SnapshotRing:
         copies.drop()
 
     def _go_without(self, why: str, *, stays: bool = False) -> None:
-        """Drops the ring. Where one rank alone cannot decide, and where host memory has run out, there is no other."""
+        """Drops the ring. On a single GPU the next snapshots go to host memory; with ``stays`` they are taken anew."""
         on_gpu = self._copier is not None and self._copier.where == "device" and self._state.device.type == "cuda"
         moves = on_gpu and self._ranks.size == 1
         self.give_up()

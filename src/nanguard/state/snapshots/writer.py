@@ -1,4 +1,4 @@
-"""Writes snapshots to disk behind training's back."""
+"""Writes snapshots to disk while training goes on."""
 
 from __future__ import annotations
 
