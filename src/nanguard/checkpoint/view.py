@@ -15,10 +15,10 @@ from rich.text import Text
 
 from nanguard.checkpoint.findings import FileReport, Note, TensorReport, short_number
 from nanguard.records.printable import printable
+from nanguard.records.words import listed
 
 LIMIT = 20
 """How many tensors are listed without --all."""
-_NAMES = 3
 
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _INDENT, _LABEL = " " * 3, 8
@@ -96,14 +96,14 @@ def _remarks(report: FileReport) -> Iterator[tuple[str, str]]:
     for note, (_, meaning) in _NOTES.items():
         names = [t.name for t in report.tensors if note in t.notes]
         if names:
-            yield "note", f"{meaning}: {_listed(names)}"
+            yield "note", f"{meaning}: {listed(names)}"
     on_purpose = [n.name for n in report.numbers if not n.faulty and not n.allowed]
     if on_purpose:
-        yield "note", f"Inf, probably on purpose: {_listed(on_purpose)}"
+        yield "note", f"Inf, probably on purpose: {listed(on_purpose)}"
     allowed = [t.name for t in report.tensors if t.allowed and t.num_nonfinite]
     allowed += [n.name for n in report.numbers if n.allowed]
     if allowed:
-        yield "note", f"non-finite and allowed: {_listed(allowed)}"
+        yield "note", f"non-finite and allowed: {listed(allowed)}"
     if not report.tensors and not report.problems:
         yield "note", "it contains no tensors"
     skipped = Counter(t.skipped for t in report.tensors if t.skipped)
@@ -122,11 +122,6 @@ def _labelled(label: str, text: str, width: int) -> Text:
         (f"{_INDENT}{label:<{_LABEL}}", "dim" if label == "note" else "bold"),
         ("\n" + rest).join(lines),
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown, more = ", ".join(names[:_NAMES]), len(names) - _NAMES
-    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 class Bar:

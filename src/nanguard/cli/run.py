@@ -16,6 +16,7 @@ import typer
 
 from nanguard.cli.speech import fail, logging_to, stderr_console
 from nanguard.records.layout import fitted, terminal_width
+from nanguard.records.run import RUN_LOG
 
 if TYPE_CHECKING:
     from nanguard.autopilot.entry import Autopilot
@@ -210,7 +211,7 @@ def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, of_others: st
             unsound = autopilot.unsound()
             autopilot.uninstall()
             told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)
-            has_log = folder is not None and folder.is_made and (folder.path / "run.jsonl").exists()
+            has_log = folder is not None and folder.is_made and (folder.path / RUN_LOG).exists()
             where = _report(folder.path, incidents) if folder is not None and has_log else ""
         if (incidents or not quiet) and sys.stderr is not None:
             print(fitted(f"nanguard: {told}{of_others}{where}", terminal_width()), file=sys.stderr)
@@ -223,7 +224,7 @@ def _report(run_dir: Path, is_worth_it: bool) -> str:
     from nanguard.run_folder import as_seen
 
     if not is_worth_it:
-        return f"; run log {as_seen(run_dir / 'run.jsonl')}"
+        return f"; run log {as_seen(run_dir / RUN_LOG)}"
     try:
         from nanguard.report.page import write_report
 

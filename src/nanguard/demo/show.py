@@ -24,6 +24,7 @@ from nanguard.errors import ReportError
 from nanguard.guard import Guard
 from nanguard.records.layout import fitted
 from nanguard.records.panel import panel, repeated
+from nanguard.records.run import RUN_LOG
 from nanguard.step.repeats import RepeatCounter
 
 INTRO = """
@@ -109,7 +110,7 @@ def conclude(comparison: Comparison, out: Console) -> None:
     out.print(Text(" guarded writes  ").append(guarded.sample or "nothing: every probability is NaN", style="italic"))
     out.print()
     rows = [
-        ("run log", run_dir / "run.jsonl"),
+        ("run log", run_dir / RUN_LOG),
         ("report", comparison.report or comparison.no_report),
         ("next", f"nanguard explain {run_dir}"),
         ("", f"nanguard report {run_dir} --open"),

@@ -138,16 +138,16 @@ class Quantity:
     def reason(self, now: float, limit: float) -> str:
         """Why this is trouble, as the beginning of a sentence that ends with when."""
         means = {
-            "overflow": f"is to pass {limit:.5g}, the largest number there is,",
-            "zero": f"is to fall below {limit:.2g} and become exactly 0",
-            "gradient": "are to vanish, so that nothing is learned any more,",
-            "update": "is to become as large as the weight itself",
-            "loss": f"is rising, and to be three times its best ({limit:.4g})",
-            "scale": "is to fall below 1",
-            "attention": f"is to pass {limit:.5g}, the largest number there is,",
-            "moment": f"is to reach {limit:.4g}, where one gradient is all that the moment is made of,",
-            "spectral": f"is to pass {limit:.5g}, the largest number there is,",
-            "collapse": "are to vanish, so that all samples are the same,",
+            "overflow": f"will pass {limit:.5g}, the largest number of {self.form},",
+            "zero": f"will fall below {limit:.2g} and become exactly 0",
+            "gradient": "will vanish, so that nothing is learned any more,",
+            "update": "will become as large as the weight itself",
+            "loss": f"is rising, and will reach three times its best ({limit:.4g})",
+            "scale": "will fall below 1",
+            "attention": f"will pass {limit:.5g}, the largest number of {self.form},",
+            "moment": f"will reach {limit:.4g}, where the moment consists of the last gradient alone,",
+            "spectral": f"will pass {limit:.5g}, the largest number of {self.form},",
+            "collapse": "will vanish, so that all samples are the same,",
         }[self.kind]
         shown = f"{now:.0f}" if self.kind == "gradient" else f"{now:.3g}"
         return f"{self.words}, now {shown}, {means}"

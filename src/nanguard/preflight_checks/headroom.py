@@ -72,7 +72,7 @@ def _is_inherited(note: Note, limit: float) -> bool:
 
 def _diagnosed(note: Note, quantity: Quantity, size: float, limit: float) -> Diagnosis:
     bits = quantity.room(size, limit)
-    because = f"the {quantity.words} is {size:.3g}; {limit:.5g} is the largest number there is ({bits:.1f} bits left)"
+    because = f"the {quantity.words} is {size:.3g}; {quantity.form} ends at {limit:.5g} ({bits:.1f} bits left)"
     return with_remedy(
         Diagnosis(
             phase="backward" if quantity.backward else "forward",

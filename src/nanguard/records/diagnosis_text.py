@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanguard.records.layout import laid_out, verbatim
-from nanguard.records.words import counted, joined
+from nanguard.records.words import counted, joined, listed
 
 if TYPE_CHECKING:
     from nanguard.records.diagnosis import Diagnosis, Link, Operand, Source, Stretch, Trial
@@ -20,6 +20,7 @@ _CAPTURED = {
     "update": "the optimizer's update was made again, and taken back",
     "none": "nothing could be replayed",
 }
+_MOST_SAMPLES = 8
 _SURE = ("guess", "likely", "certain")
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
@@ -32,10 +33,11 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "where", _where(diagnosis)
     yield "why", ": ".join(filter(None, [diagnosis.words, diagnosis.because]))
     if diagnosis.samples:
-        places = "index" if len(diagnosis.samples) == 1 else "indices"
-        where = f"{places} {_numbers(diagnosis.samples)} of the batch"
-        if diagnosis.dataset_indices:
-            where += f": dataset {places} {_numbers(diagnosis.dataset_indices)}"
+        samples, indices = ([*map(str, each)] for each in (diagnosis.samples, diagnosis.dataset_indices))
+        places = "index" if len(samples) == 1 else "indices"
+        where = f"{places} {listed(samples, _MOST_SAMPLES)} of the batch"
+        if indices:
+            where += f": dataset {places} {listed(indices, _MOST_SAMPLES)}"
         if diagnosis.element:
             where += f", first at {list(diagnosis.element)}"
         yield "sample", where
@@ -172,8 +174,3 @@ def how_found(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.microbatch is not None:
         yield f"micro-batch {diagnosis.microbatch} of the step"
     yield from diagnosis.notes
-
-
-def _numbers(values: Sequence[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, values[:most]))
-    return shown + (f" and {len(values) - most} more" if len(values) > most else "")

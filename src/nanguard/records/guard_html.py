@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from nanguard.records.markup import Child
 from nanguard.records.notebook import box, incidents_table, table
 from nanguard.records.steps import Incident
+from nanguard.records.words import listed
 
 _MOST_MODULES = 8
 
@@ -18,8 +19,7 @@ def guard_html(
     told = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items())
     rows: list[tuple[str, Child]] = [("steps", told), ("precision", precision)]
     if in_fp32:
-        more = len(in_fp32) - _MOST_MODULES
-        rows.append(("in fp32", ", ".join(in_fp32[:_MOST_MODULES]) + (f" and {more:,} more" if more > 0 else "")))
+        rows.append(("in fp32", listed(in_fp32, _MOST_MODULES)))
     rows.append(("host hears", "at once, one sync a step" if syncs else "a little later, no sync"))
     rows.append(("incidents", f"{len(incidents):,}" if incidents else "none"))
     return box("Guard", table(rows), incidents_table(incidents) if incidents else None)

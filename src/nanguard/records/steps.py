@@ -14,7 +14,7 @@ from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.rebuild import built
 
 Found = Literal["loss", "gradients", "buffers", "update", "output", "input"]
-"""Where a non-finite value was seen; in an ``update`` that was taken back, only where updates are looked at; in an
+"""Where a non-finite value was seen; in an ``update`` that was taken back, only if updates are checked; in an
 ``output`` of the model, if there was no backward pass since the program threw it away; in the ``input`` of a torch call
 that raised."""
 

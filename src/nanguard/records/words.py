@@ -10,12 +10,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c``, or the first few and how many more there are."""
+    shown, more = ", ".join(names[:most]), len(names) - most
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
 def joined(names: Sequence[str], most: int = 3) -> str:
     """``a, b and c``, or the first few and how many more there are."""
-    shown, more = list(names[:most]), len(names) - most
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+    if len(names) > most:
+        return listed(names, most)
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def step_range(first: int, last: int) -> str:

@@ -15,6 +15,7 @@ from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.incidents.tape_writer import RepeatableTape
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
+from nanguard.records.words import listed
 from nanguard.run_folder import as_seen
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.snapshots.ring import SnapshotRing
@@ -103,8 +104,7 @@ def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
     is_seen = "update" in reading.found or diagnosis.confidence == "certain"
     if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
         return diagnosis  # the update, or the program, was seen to write to them in this very step
-    more = f" and {len(reading.damaged) - 3} more" if len(reading.damaged) > 3 else ""
-    names = ", ".join(reading.damaged[:3]) + more
+    names = listed(reading.damaged)
     last = reading.step - 1
     because = f"{names} became non-finite after step {last:,}: by its update, or by the program"
     rates = [rate for each in past.readings if each.step == last for rate in each.lrs if rate is not None]

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from nanguard.records.words import listed
 from nanguard.state.casts import has_half_weights
 from nanguard.step.parts import StepParts
 
@@ -137,5 +138,4 @@ def _named(modules: tuple[str, ...]) -> str:
 
 
 def _rates(parts: StepParts) -> str:
-    rates = [f"{rate:.3g}" for rate in dict.fromkeys(parts.state.schedule.rates)]
-    return ", ".join(rates[:3]) + (f" and {len(rates) - 3} more" if len(rates) > 3 else "")
+    return listed([f"{rate:.3g}" for rate in dict.fromkeys(parts.state.schedule.rates)])

@@ -40,7 +40,7 @@ Moment = list[tuple[FrameType, int, int]]
 class Aim:
     """Where to stop: at an op, a line, or both. If neither is given, at the first non-finite value.
 
-    With ``born``, only where it comes from finite inputs. With ``backward``, only in the backward pass: infinities of
+    With ``born``, only if it comes from finite inputs. With ``backward``, only in the backward pass: infinities of
     the forward pass may be intended.
     """
 

@@ -32,7 +32,7 @@ _MARK = "\N{MULTIPLICATION SIGN}"
 
 
 def waiting(path: str) -> Text:
-    """Where there is no log yet."""
+    """The view while there is no log yet."""
     return Text.assemble(" waiting for ", (printable(path), "bold"), ": no run has been logged there yet (Ctrl-C ends)")
 
 

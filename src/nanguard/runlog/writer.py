@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanguard.records.plain import plain
+from nanguard.records.run import RUN_LOG
 from nanguard.run_folder import RunFolder
 
 SCHEMA = 2
@@ -73,7 +74,7 @@ class RunLog:
 
     @property
     def path(self) -> Path:
-        return self._folder.path / "run.jsonl"
+        return self._folder.path / RUN_LOG
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes one event to disk. If there is no folder yet, the header waits for it."""
@@ -195,12 +196,12 @@ class _Pages:
             self._folder.hold(lines)
             return
         try:
-            path = self._folder.make() / "run.jsonl"
+            path = self._folder.make() / RUN_LOG
             self._append(path, "".join([*self._folder.release(), *lines]).encode("utf-8"))
         except OSError as error:
             self._works = False
             self._held.clear()
-            path = self._folder.path / "run.jsonl"
+            path = self._folder.path / RUN_LOG
             log.warning("cannot write %s (%s): the run goes on without its log", path, error)
 
     def _append(self, path: Path, data: bytes) -> None:
