@@ -252,6 +252,27 @@ def test_a_learning_rate_of_another_network_is_told() -> None:
     assert "judge.2" in found.because or "judge.0" in found.because
 
 
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_a_loss_that_is_computed_between_two_backward_passes_is_on_the_tape(sync: Any) -> None:
+    """As of policy gradients: one backward pass for each step of an episode, and the optimizer steps at its end."""
+    torch.manual_seed(0)
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(6, 3)
+        optimizer = AdamW(model.parameters(), fused=sync == "late")
+        for step in range(STEPS):
+            chosen = [model(torch.randn(6)).softmax(-1)[0] for _ in range(3)]
+            optimizer.zero_grad()
+            gain = 0.0
+            for place, probability in enumerate(reversed(chosen)):
+                gain = (NAN if step == BAD and place == 1 else 1.0) + 0.9 * gain
+                loss = -torch.log(probability) * gain  # gained
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.op, at(found)) == ("nonfinite_constant", "mul", line("gained"))
+
+
 @pytest.mark.parametrize("has_loader", [True, False])
 def test_a_target_that_is_computed_with_the_model_itself_is_on_the_tape(has_loader: bool) -> None:
     """As in Q-learning: the model is called without gradients first, for a part of the same step."""

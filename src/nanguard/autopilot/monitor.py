@@ -158,6 +158,8 @@ class ProgramMonitor:
             self._examine_trace(losses[-1])
         if self._manual is not None and not self._with_optimizer and losses:
             self._step_manually(self._manual)
+        elif self.taper.goes_on_after_backward:
+            self.begin_taping()
 
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
@@ -377,12 +379,10 @@ class ProgramMonitor:
         if self._is_closed or not self.children.is_parent:
             return
         self.end(sys.exc_info()[1] or getattr(sys, "last_value", None))  # atexit comes after the traceback
-        self._tracer.stop()
-        self.taper.forget()
+        self._leave_alone()
         self._busy.depth += 1  # for good
         self.registry.close()
         self._listener.stop()
-        self._is_closed = True
 
     def detach(self) -> None:
         """In a forked process that gets its own autopilot: removes everything of this one."""
@@ -390,7 +390,7 @@ class ProgramMonitor:
         self.children.is_guarded()
 
     def _leave_alone(self) -> None:
-        """In a forked process, such as a worker of a DataLoader."""
+        """Nothing is recorded from now on: at the end, or in a forked process, such as a worker of a DataLoader."""
         self._tracer.stop()
         self.taper.forget()
         self._is_closed = True

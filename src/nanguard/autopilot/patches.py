@@ -247,6 +247,7 @@ class Patches:
         def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
             if _compat.is_recording() or monitor.is_idle:
                 return original(parameters, max_norm, *args, **kwargs)
+            monitor.taper.stop()  # the losses are complete
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
             hosted_steps = monitor.registry.hosted_steps
             norm = None if args or kwargs else clip_to_norm(hosted_steps, parameters, max_norm)

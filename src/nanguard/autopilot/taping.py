@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.state.rng import RngState
-from nanguard.step.tape import CallTape, Made
+from nanguard.step.tape import CallTape, Made, Unseen
 from nanguard.step.tape_recorder import TapeRecorder
 
 _MOST_EVALUATIONS = 4
@@ -23,6 +23,8 @@ class ProgramTape(TapeRecorder):
     def __init__(self, note: Callable[[], RngState | None], *, is_wanted: bool) -> None:
         super().__init__(note, "cpu")
         self._is_wanted = is_wanted
+        self.goes_on_after_backward = False
+        """Whether the program computes a loss between two backward passes of a step, as policy gradients do."""
 
     def follow(self, coordinator: StepCoordinator, *, is_alone: bool) -> None:
         """Writes to the tape of the current iteration, or of the next one if that has begun already."""
@@ -62,6 +64,9 @@ class ProgramTape(TapeRecorder):
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
         self.note_losses(roots, given if len(given) == len(roots) else (), trained)
+        losses = [] if self.tape is None or not self.is_own() else self.tape.losses
+        if len(losses) > 1 and any(isinstance(root, Unseen) for root in losses[-1].roots):
+            self.goes_on_after_backward = True
 
     def note_gradients(self, optimizer: Optimizer) -> None:
         """A step without a backward pass: the program has computed the gradients itself, maybe by ``autograd.grad``."""
