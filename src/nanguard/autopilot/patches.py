@@ -57,12 +57,12 @@ class Patches:
             self._replace(clip_grad, name, make)
             self._saved.append((nn.utils, name, getattr(nn.utils, name)))
             setattr(nn.utils, name, getattr(clip_grad, name))
-        monitor.taper.functions.begin_for_good()
-        monitor.taper.compiled.begin_for_good()
+        for listener in monitor.taper.listeners:
+            listener.begin_for_good()
 
     def remove(self) -> None:
-        self._monitor.taper.functions.end_for_good()
-        self._monitor.taper.compiled.end_for_good()
+        for listener in self._monitor.taper.listeners:
+            listener.end_for_good()
         while self._saved:
             owner, name, original = self._saved.pop()
             setattr(owner, name, original)

@@ -22,13 +22,14 @@ class FunctionTape(Protocol):
         """Makes the call and notes it."""
 
 
-class _Listening(ABC):
-    """Between ``begin`` and ``end``, or until ``end_for_good``, whatever ends in between: if it ``stays``."""
+class Listening(ABC):
+    """Patches something while a tape is written: up to ``end``, or up to ``end_for_good`` if it ``stays``."""
 
     stays = False
 
     @abstractmethod
-    def begin(self) -> bool: ...
+    def begin(self) -> bool:
+        """False if that is not possible."""
 
     @abstractmethod
     def end(self) -> None: ...
@@ -42,7 +43,7 @@ class _Listening(ABC):
         self.end()
 
 
-class FunctionCalls(_Listening):
+class FunctionCalls(Listening):
     """The tape is told of every call of ``Function.apply``.
 
     In ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when the tape
@@ -64,7 +65,7 @@ class FunctionCalls(_Listening):
             Function.apply, self._original = self._original, None  # type: ignore[method-assign]
 
 
-class CompiledCalls(_Listening):
+class CompiledCalls(Listening):
     """``entered`` and ``left`` are called with torch's frame, before compiled code is looked up or run, and after."""
 
     def __init__(self, entered: Callable[[FrameType], None], left: Callable[[FrameType], None]) -> None:

@@ -31,6 +31,7 @@ from nanguard.step.tape import (
 )
 from nanguard.step.tape_functions import CompiledCalls, FunctionCalls
 from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
+from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
 """A longer tape is cut: what is older cannot be run again."""
@@ -68,7 +69,8 @@ class TapeRecorder(TorchFunctionMode):
         self._is_on = self._is_inside = self._is_begun = False
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
         self._compiled: tuple[int, Any] | None = None
-        self.functions, self.compiled = FunctionCalls(self), CompiledCalls(self._enter_compiled, self._leave_compiled)
+        compiled = CompiledCalls(self._enter_compiled, self._leave_compiled)  # first: it may not be possible
+        self.listeners = compiled, FunctionCalls(self), WarnedLines(TapeRecorder.__torch_function__.__code__)
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class TapeRecorder(TorchFunctionMode):
             return
         if TapeRecorder._active is not None:
             TapeRecorder._active.stop()
-        if not self.compiled.begin():  # compiled code would depend on whether we are on
+        if not all(listener.begin() for listener in self.listeners):  # compiled code would depend on whether we are on
             return
         self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
         self._enter()
@@ -99,7 +101,8 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_begun or self._is_inside or self._thread != threading.get_ident():
             return
         self._leave()
-        self.compiled.end()
+        for listener in self.listeners:
+            listener.end()
         self._compiled = None
         self._is_begun, TapeRecorder._active = False, None
 
@@ -127,15 +130,11 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_on:
             self._is_on = True
             _compat_modes.enter_function_mode(self)
-            if not self.functions.stays:
-                self.functions.begin()
 
     def _leave(self) -> None:
         if self._is_on:
             self._is_on = False
             _compat_modes.leave_function_mode(self)
-            if not self.functions.stays:
-                self.functions.end()
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
