@@ -22,17 +22,18 @@ class WarnedLines(Listening):
     def __init__(self, passes: CodeType) -> None:
         self._passes = passes
         self._hook: Any = None
+        self._original: Any = None
 
     def begin(self) -> bool:
         if self._hook is None:
-            self._hook = functools.partial(self._show, warnings.showwarning)
-            warnings.showwarning = self._hook
+            self._original = warnings.showwarning
+            self._hook = warnings.showwarning = functools.partial(self._show, self._original)
         return True
 
     def end(self) -> None:
         if self._hook is not None and not self.stays:
             if warnings.showwarning is self._hook:  # else the program has its own by now
-                warnings.showwarning = self._hook.args[0]
+                warnings.showwarning = self._original
             self._hook = None
 
     def _show(self, original: Any, message: Any, category: Any, filename: str, lineno: int, *args: Any) -> None:
