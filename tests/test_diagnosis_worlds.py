@@ -837,7 +837,8 @@ def test_a_module_that_is_called_to_validate_does_not_hide_the_calls_that_train(
     (incident,) = autopilot.incidents
     assert incident.diagnosis is not None
     assert (incident.diagnosis.cause, incident.diagnosis.module) == ("input_nonfinite", "body")
-    assert incident.diagnosis.samples == (1,)
+    assert incident.diagnosis.source is not None
+    assert incident.diagnosis.source.text == "x[1, 3] = NAN"
 
 
 def test_the_rank_with_a_bad_loss_is_named_on_the_others() -> None:

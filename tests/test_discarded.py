@@ -94,6 +94,26 @@ def test_a_bad_micro_batch_that_is_left_out_does_not_spoil_its_step(sync: Any, p
     assert autopilot.counts["applied"] == 3
 
 
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("sync", FUSED)
+def test_a_bad_micro_batch_with_finite_gradients_was_not_left_out(sync: Any, place: int) -> None:
+    """A loss over no labels is NaN and its gradients are 0. The program has not cleared them, so it uses them."""
+    batches = make_batches(9)
+    batches[3 + place][1].fill_(-100)
+    with nanguard.install(sync=sync) as autopilot:
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=FUSED[sync])
+        for number, (x, y) in enumerate(batches):
+            F.cross_entropy(model(x), y).backward()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert (incident.outcome.did, incident.diagnosis.cause) == ("", "all_labels_ignored")
+    assert incident.reading.step == 1
+
+
 def test_buffers_are_sound_before_they_are_used_or_saved() -> None:
     """The last batch was left out; the program then evaluates."""
     batches = poisoned(make_batches(4), 3)

@@ -294,6 +294,38 @@ def test_a_target_that_is_computed_with_the_model_itself_is_on_the_tape(has_load
     assert (found.cause, found.samples, at(found)) == ("div_by_zero", (5,), line("target"))
 
 
+def test_a_second_loss_of_a_graph_that_was_retained_is_on_the_tape() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = Adam(model.parameters())
+        for step in range(STEPS):
+            out = model(torch.randn(8, 6))
+            optimizer.zero_grad()
+            out.square().mean().backward(retain_graph=True)
+            (out.abs() - float(step == BAD) * 9).sqrt().mean().backward()  # second
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, at(found)) == ("tape", "sqrt_of_negative", line("second"))
+
+
+def test_what_changes_gradients_after_the_backward_pass_is_named_as_such_and_no_step_is_traced_for_it() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = Adam(model.parameters())
+        for step in range(STEPS):
+            mask = torch.full((8, 1), float(step != BAD))
+            optimizer.zero_grad()
+            (model(torch.randn(8, 6)).square() * mask).sum().backward()
+            for p in model.parameters():
+                p.grad.div_(mask.sum())  # divided
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, at(found), found.is_line_traced) == ("unknown", line("divided"), False)
+    assert "it comes after backward()" in found.because
+    assert found.fix is not None
+    assert "between backward() and optimizer.step()" in found.fix.words
+
+
 def test_data_is_named_also_if_another_argument_of_the_call_is_long() -> None:
     with nanguard.install() as autopilot:
         model = nn.Linear(6, 1)

@@ -48,9 +48,9 @@ class ProgramMonitor:
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(settings)
         self._coordinator = CoordinatorOfThread(lambda: self.registry.hosted_steps)
+        self.note_cleared = self._coordinator.note_cleared
         self._manual: ManualUpdate | None = None
-        self._is_closed = False
-        self._num_forwards = 0
+        self._is_closed, self._num_forwards = False, 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self.taper), threading.RLock()

@@ -150,6 +150,8 @@ class Patches:
             monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
             original(tensors, *args, **kwargs)
             monitor.after_backward(tensors)
+            if any(args[1:3]) or kwargs.get("retain_graph") or kwargs.get("create_graph"):
+                monitor.begin_taping()  # another loss may be computed of what is there already
 
         return backward
 
@@ -180,6 +182,7 @@ class Patches:
                 original(*args, **kwargs)
             finally:
                 monitor.taper.go_on(was_taping)
+            monitor.note_cleared()
             if not monitor.registry.hosted_steps:  # the first step: later a batch, or the end of a step, tells
                 monitor.begin_taping()
 

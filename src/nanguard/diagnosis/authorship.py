@@ -112,6 +112,39 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
     return found[0] if len(found) == 1 else None
 
 
+def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | None:
+    """``p.grad /= n``, ``p.grad.div_(n)``, ``p.grad = p.grad / n``: the only one in these functions, or in their files.
+
+    ``running`` are files and names of functions. None if there is not exactly one.
+    """
+    running = set(running)
+    files = [file for file, _ in running]
+    program, found = ProgramSource(tuple(dict.fromkeys(files))), dict[tuple[str, str, int], Source]()
+    for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Call):
+        if isinstance(node, ast.Call):
+            is_write = isinstance(node.func, ast.Attribute) and node.func.attr in _WRITES and node.func.attr != "zero_"
+            changes = is_write and isinstance(node.func, ast.Attribute) and _is_gradient(node.func.value)
+        elif isinstance(node, ast.Assign):
+            is_cleared = isinstance(node.value, ast.Constant) and node.value.value is None
+            changes = not is_cleared and any(map(_is_gradient, flattened(node.targets)))
+        else:
+            changes = isinstance(node, ast.AugAssign) and _is_gradient(node.target)
+        if changes and isinstance(node, (ast.stmt, ast.expr)):
+            found[file, program.function_of(node), node.lineno] = source_of_node(file, node)
+    near = [source for (file, function, _), source in found.items() if (file, function or "<module>") in running]
+    for lines in (near, list(found.values())):
+        if lines:
+            return lines[0] if len(lines) == 1 else None
+    return None
+
+
+def _is_gradient(node: ast.AST) -> bool:
+    """``p.grad``, ``p.grad.data``, ``p.grad[mask]``."""
+    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
+        node = node.value
+    return isinstance(node, ast.Attribute) and node.attr == "grad"
+
+
 def line_with_number(number: float | None, files: Iterable[str]) -> Source | None:
     """The only line that stores this number somewhere. None if there is not exactly one."""
     program, found = ProgramSource(tuple(files)), dict[int, Source]()

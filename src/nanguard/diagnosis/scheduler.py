@@ -16,13 +16,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from nanguard.diagnosis import graph_probe, taped
+from nanguard.diagnosis.authorship import line_that_changes_gradients
 from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.search import BURST, SHARE
 from nanguard.diagnosis.trials import with_shown_samples
-from nanguard.records.diagnosis import Diagnosis, Fix
+from nanguard.records.diagnosis import Diagnosis, Fix, Source
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of
 from nanguard.step.dry_run import DryRun
@@ -228,7 +229,7 @@ class DiagnosisScheduler:
             log.info("step %d could not be run again", reading.step, exc_info=True)
             return None, (f"the step function could not be run again: {error!s:.160}",)
         if diagnosis is not None and not diagnosis.repeats and "loss" not in reading.found:
-            return _of_code_after(diagnosis), ()  # unlike ``Guard.step`` the host may change gradients
+            return _of_code_after(diagnosis, None), ()  # unlike ``Guard.step`` the host may change gradients
         return diagnosis, ()
 
     def _of_tape(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
@@ -246,6 +247,9 @@ class DiagnosisScheduler:
         except Exception as error:
             log.info("the calls of step %d could not be made again", reading.step, exc_info=True)
             return None, (f"the torch calls of the step could not be made again: {error!s:.160}",)
+        if diagnosis is not None and not diagnosis.repeats and not obstacles and "loss" not in reading.found:
+            line = line_that_changes_gradients(pending.tape.functions)
+            return replace(_of_code_after(diagnosis, line), capture="tape"), ()
         if diagnosis is None or not diagnosis.repeats:
             return None, (*obstacles, *(() if obstacles else (_FINITE_AGAIN,)))
         return replace(diagnosis, capture="tape"), ()
@@ -354,11 +358,24 @@ def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool
     return titled(found)
 
 
-def _of_code_after(diagnosis: Diagnosis) -> Diagnosis:
-    """Loss and gradients are finite when the step function runs again."""
+def _of_code_after(diagnosis: Diagnosis, line: Source | None) -> Diagnosis:
+    """Loss and gradients are finite when the step runs again. ``line`` changes gradients, if only one does."""
     because = "loss and gradients are finite when the step runs again: it comes after backward(), or does not repeat"
-    fix = Fix(words="look at what changes gradients before the optimizer steps: hooks, callbacks, communication")
-    return titled(replace(diagnosis, cause="unknown", op="", because=because, fix=fix, confidence="guess", remedies=()))
+    what = "a division by a count or a norm that is 0, clipping by hand, hooks, callbacks, communication"
+    unknown = replace(
+        diagnosis,
+        cause="unknown",
+        op="",
+        module="",
+        source=line,
+        is_line_traced=False,
+        because=because,
+        evidence=(),
+        fix=Fix(words=f"look at what changes gradients between backward() and optimizer.step(): {what}"),
+        confidence="guess",
+        remedies=(),
+    )
+    return titled(unknown)
 
 
 def _of_nothing(reading: Reading) -> Diagnosis:

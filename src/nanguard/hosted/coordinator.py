@@ -23,14 +23,22 @@ _MOST_FETCHED = 64
 
 
 class StepCoordinator:
-    """Knows the current iteration, and all hosted steps: ``hosted_steps`` returns those that exist now."""
+    """Knows the current iteration, and all hosted steps: ``hosted_steps`` returns those that exist now.
+
+    ``hears_of_clearing`` says that ``note_cleared`` is called whenever gradients are cleared.
+    """
+
+    hears_of_clearing = False
 
     def __init__(self, hosted_steps: Callable[[], list[HostedStep]]) -> None:
         self._hosted_steps = hosted_steps
-        self.iteration = Iteration()
+        self.iteration = self._new_iteration()
         self.next_tape: CallTape | None = None
         """For the next iteration, if its first torch calls are made before it begins."""
         self._fetched_next: list[FetchedBatch] = []
+
+    def _new_iteration(self, **noted: Any) -> Iteration:
+        return Iteration(**noted, num_cleared=0 if self.hears_of_clearing else None)
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
@@ -39,7 +47,7 @@ class StepCoordinator:
             for hosted in self.iteration.stepped:
                 hosted.stepped_together = together
             ahead = [batch for batch in self.iteration.fetched[-_FEW:] if batch.is_ahead]  # not used yet
-            self.iteration = Iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
+            self.iteration = self._new_iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
             self.next_tape, self._fetched_next = None, []
 
     def tape_to_write(self) -> CallTape:
@@ -53,6 +61,11 @@ class StepCoordinator:
         fetched = self._fetched_next if self.iteration.stepped else self.iteration.fetched
         fetched.append(batch)
         del fetched[:-_MOST_FETCHED]
+
+    def note_cleared(self) -> None:
+        """The program has set gradients to zero: what losses gave before is gone."""
+        if not self.iteration.stepped:
+            self.iteration.num_cleared = len(self.iteration.losses)
 
     def before_forward(self, hosted: HostedStep) -> None:
         """A module that ``hosted`` trains is about to be called, with gradients on."""
@@ -117,11 +130,11 @@ class StepCoordinator:
 
     def forget(self) -> None:
         """What has happened since the last step is not part of the run any more."""
-        self.iteration = Iteration()
+        self.iteration = self._new_iteration()
 
     def end(self, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
-        this, self.iteration = self.iteration, Iteration()
+        this, self.iteration = self.iteration, self._new_iteration()
         if not this.stepped and this.noted:
             this.noted[0].end(this, error, taper)
 
@@ -140,7 +153,9 @@ class StepCoordinator:
 
 
 class CoordinatorOfThread(threading.local, StepCoordinator):
-    """Each thread has its own iteration."""
+    """Of a program: each thread has its own iteration."""
+
+    hears_of_clearing = True
 
 
 def _alone(loss: Tensor) -> Tensor:

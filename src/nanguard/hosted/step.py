@@ -367,7 +367,7 @@ class HostedStep(UncheckedSteps):
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
-        if len(losses) < 2 or this.uses_every_loss:
+        if len(losses) < 2 or this.uses_every_loss or (this.num_cleared == 0 and len(this.noted) == 1):
             return losses
         if self.sync == "late":
             return [mean_that_counts(losses, self.skippable.gradients(), self.parts.state.device)]

@@ -165,6 +165,12 @@ class CallTape:
             raw = self.older.rows.get(number)
         return None if raw is None else Row(*raw)
 
+    @property
+    def functions(self) -> list[tuple[str, str]]:
+        """Those of the program that make the calls: file and name."""
+        places = [Row(*raw).place for raw in self.rows.values()]
+        return list(dict.fromkeys((place[0], place[2]) for place in places if place is not None))
+
     def needed(self, wanted: Iterable[Any], last: int) -> list[int]:
         """The numbers of the rows that these values depend on, in order, up to ``last``.
 
