@@ -10,6 +10,7 @@ from rich.text import Text
 
 from nanguard.checkup.record import Checkup, CheckupFinding, Fact
 from nanguard.records.printable import printable
+from nanguard.records.words import counted
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "advice": "bold cyan"}
 _INDENT = " " * 11
@@ -49,7 +50,7 @@ def summary(checkup: Checkup) -> Text:
         return Text("nothing to change", style="bold green")
     counts = [(name, sum(f.severity == name for f in checkup.findings)) for name in _STYLES]
     told = ", ".join(f"{count} {_plural(name, count)}" for name, count in counts if count)
-    return Text(f"{number} {'thing' if number == 1 else 'things'} to change: {told}", style="bold")
+    return Text(f"{counted(number, 'thing')} to change: {told}", style="bold")
 
 
 def _plural(name: str, count: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -102,9 +102,12 @@ def gather(
         value = value_at(tensor, output.shape, evidence.element) if is_pointwise else None
         operands.append(_operand(name, tensor, value))
         made_by.append(source)
-    operands += [Operand(name=name, value=number) for name, number in _scalars(func, args, kwargs)]
+    named = {**dict(zip((a.name for a in _compat.schema_arguments(func)), args, strict=False)), **kwargs}
+    for name, each in named.items():
+        if isinstance(each, (int, float)) and not isinstance(each, bool):
+            operands.append(Operand(name=name, value=float(each)))
     evidence.operands, evidence.sources = tuple(operands), tuple(made_by)
-    _special(evidence, func, args, kwargs, values)
+    _special(evidence, func, named, values)
     evidence.finite_in, evidence.wide_reach = finite_in_wider(func, args, kwargs, before)
     return evidence
 
@@ -164,18 +167,9 @@ def _operand(name: str, tensor: Tensor, value: float | None = None) -> Operand:
     )
 
 
-def _scalars(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[str, float]]:
-    names = [argument.name for argument in _compat.schema_arguments(func)]
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
-
-
-def _special(evidence: Evidence, func: Any, args: Any, kwargs: Any, values: Sequence[tuple[str, Tensor]]) -> None:
-    """Facts that only some kinds of ops have."""
+def _special(evidence: Evidence, func: Any, named: Mapping[str, Any], values: Sequence[tuple[str, Tensor]]) -> None:
+    """Facts that only some kinds of ops have. ``named`` are the arguments of the op."""
     op = str(func.overloadpacket.__name__).strip("_")
-    named = dict(zip([a.name for a in _compat.schema_arguments(func)], args, strict=False))
-    named.update(kwargs)
     first = values[0][1] if values else None
     if first is None:
         return

@@ -16,6 +16,7 @@ from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Reading
+from nanguard.records.words import counted
 from nanguard.state.training_state import TrainingState
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
@@ -120,7 +121,7 @@ def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:
     rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
     if rate < 1 and jump.first_norm > _LARGEST_NORM:
         return diagnosis
-    because = f"{jump.name} grew from {jump.then:.3g} to {jump.now:.3g} in {num} step{'s' * (num > 1)}"
+    because = f"{jump.name} grew from {jump.then:.3g} to {jump.now:.3g} in {counted(num, 'step')}"
     how = f"of {type(optimizer).__name__} with lr={rate:g}" if rate else "by the program's own update"
     return replace(
         diagnosis,

@@ -16,6 +16,7 @@ from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Operand
+from nanguard.records.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,7 @@ def ignored_labels(case: Case) -> Found:
 def statistic(case: Case) -> Found:
     count = case.evidence.count
     if count is not None and case.op in _SPREADS and count <= case.evidence.correction:
-        words = f"{case.op} over {count} element{'s' * (count != 1)}"
+        words = f"{case.op} over {counted(count, 'element')}"
         return "std_of_single_element", f"{words} divides by {count} - {case.evidence.correction:g}"
     if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
         return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"

@@ -124,7 +124,7 @@ class Monitor(Observer):
         """
         self._model, self._note, self._alerted = unwrapped(model), note, alerted
         self._optimizers = tuple(optimizers)
-        self._traces = not _is_compiled(model)
+        self._traces = not any(map(_compat.is_compiled, model.modules()))
         first = next(self._model.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         if self._pace is not None:
@@ -343,7 +343,3 @@ def _stride(number: int) -> int:
 
 def _is_like(moment: Any, param: nn.Parameter) -> bool:
     return isinstance(moment, Tensor) and moment.shape == param.shape and moment.device == param.device
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(_compat.is_compiled(module) for module in model.modules())

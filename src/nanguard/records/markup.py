@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanguard.records.printable import printable
+from nanguard.records.printable import printable_lines
 
 _VOID = frozenset({"input", "meta", "br", "hr", "path"})
 
@@ -51,8 +51,7 @@ def joined(children: Iterable[Any]) -> Markup:
 def escaped(value: str | int) -> str:
     """Escaped for HTML. Invisible characters and those that reverse text are spelled out."""
     text = str(value)
-    shown = text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
-    return html.escape(shown, quote=True)
+    return html.escape(text if text.isprintable() else printable_lines(text), quote=True)
 
 
 def embedded(data: Mapping[str, Any]) -> Markup:

@@ -10,7 +10,7 @@ from nanguard.records.diagnosis_text import page_of
 from nanguard.records.diagnosis_text import rows as diagnosis_rows
 from nanguard.records.layout import laid_out, verbatim
 from nanguard.records.steps import Action, Incident, Outcome, Reading, span_in_words
-from nanguard.records.words import joined
+from nanguard.records.words import counted, joined
 
 _CAUSES = {
     "input": "the batch itself holds NaN or Inf",
@@ -68,14 +68,14 @@ def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """What was left alone, what comes next, and what became of the steps behind this one."""
     if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
         yield "untouched", _untouched(outcome)
-    if counted := _counted(outcome.action):
-        yield "ladder", counted
+    if used := _used(outcome.action):
+        yield "ladder", used
     if outcome.rerun:
-        yield "in flight", f"{_steps(outcome.rerun)} behind it had no effect and ran again"
+        yield "in flight", f"{counted(outcome.rerun, 'step')} behind it had no effect and ran again"
     if outcome.lost:
         count = "counts" if outcome.lost == 1 else "count"
         now = f"{count} no more" if outcome.is_rollback else f"{count} as skipped"
-        yield "in flight", f"{_steps(outcome.lost)} behind it had no effect and {now}"
+        yield "in flight", f"{counted(outcome.lost, 'step')} behind it had no effect and {now}"
 
 
 def _cause(outcome: Outcome) -> str:
@@ -175,7 +175,7 @@ def _left_by_halt(outcome: Outcome) -> str:
     return "the newest good snapshot put back" if outcome.did else "the state is damaged"
 
 
-def _counted(action: Action) -> str:
+def _used(action: Action) -> str:
     """How often the rung was used, if something else happens when it is used up."""
     if action.times is None or not action.then:
         return ""
@@ -252,7 +252,3 @@ def _found(outcome: Outcome) -> str:
 
 def _position(reading: Reading) -> str:
     return f"batch {reading.batch:,} of epoch {reading.epoch}"
-
-
-def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number} steps"

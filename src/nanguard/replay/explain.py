@@ -15,7 +15,7 @@ from nanguard.incidents.files import INCIDENT
 from nanguard.incidents.reader import Bundle, load
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.panel import panel
-from nanguard.records.printable import printable
+from nanguard.records.printable import printable_lines
 from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
 from nanguard.replay.repeated import RepeatedIncident, by_fault
@@ -72,7 +72,7 @@ def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> It
 def short(bundle: Bundle) -> str:
     """What happened, in a few lines."""
     try:
-        return _clean(panel(Incident(number=bundle.number, outcome=bundle.outcome)))
+        return printable_lines(panel(Incident(number=bundle.number, outcome=bundle.outcome)))
     except _WRONG as error:
         raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
 
@@ -90,7 +90,7 @@ def long(bundle: Bundle) -> str:
                 parts.append("\n".join(_around(diagnosis.source)))
         parts.append("\n".join(_history(bundle)))
         parts.append("\n".join(_kept(bundle)))
-        return _clean("\n\n".join(filter(None, parts)))
+        return printable_lines("\n\n".join(filter(None, parts)))
     except _WRONG as error:
         raise BundleError(f"{bundle.path} has invalid contents: {type(error).__name__}: {error}") from None
 
@@ -106,7 +106,7 @@ def _others(faults: Sequence[RepeatedIncident], run_dir: Path, num_incidents: in
     for fault in faults:
         lines += [f"  {fault.in_one_line()}", f"    nanguard explain {shlex.quote(str(fault.best.path))}"]
     head = f"other faults ({num_incidents:,} incidents in {run_dir})"
-    return _clean("\n".join([head, *lines]))
+    return printable_lines("\n".join([head, *lines]))
 
 
 def nothing_in(run_dir: Path) -> str:
@@ -136,7 +136,7 @@ def outcome(replayed: Replayed, bundle: Bundle) -> str:
     lines += [f"   note      {note}" for note in replayed.notes]
     if replayed.diagnosis is not None:
         lines += ["", str(replace(replayed.diagnosis, step=bundle.outcome.verdict.reading.step))]
-    return _clean("\n".join(lines))
+    return printable_lines("\n".join(lines))
 
 
 def _what(diagnosis: Diagnosis) -> str:
@@ -181,11 +181,6 @@ def _kept(bundle: Bundle) -> Iterator[str]:
         where = shlex.quote(str(bundle.path))
         yield "run it again"
         yield f"  nanguard replay {where}{'' if header_of(bundle).get('script') else ' --entry train.py:build'}"
-
-
-def _clean(text: str) -> str:
-    """The text with control characters spelled out: it comes from files."""
-    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def read(path: Path) -> Bundle:
