@@ -126,7 +126,7 @@ def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | 
             changes = is_write and isinstance(node.func, ast.Attribute) and _is_gradient(node.func.value)
         elif isinstance(node, ast.Assign):
             is_cleared = isinstance(node.value, ast.Constant) and node.value.value is None
-            changes = not is_cleared and any(map(_is_gradient, flattened(node.targets)))
+            changes = not is_cleared and any(map(_is_gradient, targets_of(node)))
         else:
             changes = isinstance(node, ast.AugAssign) and _is_gradient(node.target)
         if changes and isinstance(node, (ast.stmt, ast.expr)):

@@ -247,7 +247,7 @@ class DiagnosisScheduler:
         except Exception as error:
             log.info("the calls of step %d could not be made again", reading.step, exc_info=True)
             return None, (f"the torch calls of the step could not be made again: {error!s:.160}",)
-        if diagnosis is not None and not diagnosis.repeats and not obstacles and "loss" not in reading.found:
+        if diagnosis is not None and not diagnosis.repeats and not obstacles and reading.found == ("gradients",):
             line = line_that_changes_gradients(pending.tape.functions)
             return replace(_of_code_after(diagnosis, line), capture="tape"), ()
         if diagnosis is None or not diagnosis.repeats:
