@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,10 @@ class NotedSampler:
         """The batch that came now. ``num_forwards`` counts the forward passes of the training so far."""
         self.is_ahead = self.is_ahead or self.num_forwards == num_forwards
         self.num_forwards = num_forwards
-        parts = [part for part in _few_parts(batch, depth=2) if part.device.type == "cpu"] if is_marked else []
-        marks = tuple((part.shape, _few_values(part)) for part in parts if part.is_contiguous())
-        return FetchedBatch(self.next(), storages_of(batch), self.is_ahead, id(self), marks)
+        parts = list(_few_parts(batch, depth=2))
+        marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
+        marks = tuple([(part.shape, _few_values(part)) for part in marked])
+        return FetchedBatch(self.next(), _storages_of(parts), self.is_ahead, id(self), marks)
 
 
 class _Noting(Iterator[Any]):
@@ -178,7 +179,8 @@ def _with_same_marks(batch: Any, fetched: Sequence[FetchedBatch]) -> list[Fetche
 def _few_values(tensor: Tensor) -> Tensor:
     """A copy of some values of a contiguous tensor, equal for copies of the tensor."""
     number = tensor.numel()
-    return tensor.detach().as_strided((min(number, _MOST_VALUES),), (max(1, number // _MOST_VALUES),)).clone()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.as_strided((min(number, _MOST_VALUES),), (max(1, number // _MOST_VALUES),)).clone()
 
 
 def _readable(shape: torch.Size, values: Tensor) -> tuple[Any, ...]:
@@ -194,7 +196,11 @@ def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
 
 def storages_of(batch: Any) -> tuple[Any, ...]:
     """The storages of the tensors near the top of a batch, which may hold millions of numbers below."""
-    return tuple(_compat.weak_storage(part) for part in _few_parts(batch, depth=2))
+    return _storages_of(_few_parts(batch, depth=2))
+
+
+def _storages_of(parts: Iterable[Tensor]) -> tuple[Any, ...]:
+    return tuple([_compat.weak_storage(part) for part in parts])
 
 
 def _few_parts(batch: Any, depth: int) -> Iterator[Tensor]:
