@@ -324,7 +324,7 @@ def test_a_policy_that_answers_warnings_wants_a_monitor(caplog: pytest.LogCaptur
     model, optimizer = build(lambda p: torch.optim.SGD(p, lr=0.1))
     with caplog.at_level(logging.WARNING, logger="nanguard"):
         Guard(model, optimizer, policy=Policy([LowerLR(when="alert"), Halt()]))
-    assert "nothing raises any: pass observers=[nanguard.Monitor()]" in caplog.text
+    assert "nothing raises warnings: pass observers=[nanguard.Monitor()]" in caplog.text
     for wrong in ({"when": "often"}, {"factor": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LowerLR(**wrong)  # type: ignore[arg-type]

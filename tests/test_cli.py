@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import nanguard
-from cli_page import PAGE, arguments, commands, examples, exit_statuses, options, page
+from cli_page import PAGE, arguments, commands, examples, exit_statuses, options, page, paragraphs
 from nanguard.cli import app
 from nanguard.policy.policy import recipe_names
 
@@ -45,6 +46,14 @@ def words(text: str) -> str:
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_fills_the_width_of_the_terminal(name: str) -> None:
+    """A docstring is not broken where its source is."""
+    lines = [line.strip() for line in nanguard_command(name, "--help").stdout.splitlines()]
+    for part in paragraphs(commands()[name]):
+        assert set(textwrap.wrap(part, 78, break_on_hyphens=False)) <= set(lines)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -419,7 +419,10 @@ COUNTED = (
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize(
     ("loss_of", "mark", "words"),
-    [(bad_loss, "bad loss", "born in the code around it"), (bad_slope, "bad slope", "born in the loss")],
+    [
+        (bad_loss, "bad loss", "the fault is in the code around it"),
+        (bad_slope, "bad slope", "the fault is in the loss"),
+    ],
 )
 def test_a_loss_that_cannot_be_computed_again_is_traced_the_next_time(
     loss_of: Any, mark: str, words: str, sync: str
@@ -590,7 +593,7 @@ def test_the_first_of_a_kind_is_examined_fully_and_repeats_briefly_up_to_eight()
     depths = [the(guard, i).depth for i in range(10)]
     assert depths == ["full"] + ["brief"] * 9
     assert [bool(the(guard, i).notes) for i in range(10)] == [False] * 8 + [True] * 2
-    assert the(guard).notes == ("not examined: the 8 before it all ended alike",)
+    assert the(guard).notes == ("not examined: the 8 before it all had the same result",)
     assert the(guard).step == 9
     assert the(guard).cause == "log_of_zero"
 
@@ -878,7 +881,7 @@ def test_an_update_that_spoils_the_weights_is_caught_when_it_happens_again() -> 
     assert first.outcome.verdict.kind == "damage"
     assert first.outcome.action.response == "roll_back"
     assert (the(guard, 0).cause, the(guard, 0).batch) == ("parameter_corrupted", 25), "seen one step later"
-    assert "updates are looked at from now on" in the(guard, 0).notes[-1]
+    assert "updates are checked from now on" in the(guard, 0).notes[-1]
     assert (second.reading.found, second.reading.batch) == (("update",), 25)
     assert second.outcome.action.response == "skip"
     assert the(guard, 1).phase == "optimizer"

@@ -67,7 +67,7 @@ def _text(page: str) -> str:
     ("page", "claim"),
     [
         ("docs/guide.md", f"Buffers of {undo._LARGE:,} elements and more"),
-        ("docs/guide.md", f"for {parts._CAREFUL_STEPS:,} steps, every update is looked at"),
+        ("docs/guide.md", f"for {parts._CAREFUL_STEPS:,} steps, every update is checked"),
         ("docs/guide.md", f"the first {rng._FIRST} steps and every {rng._EVERY}th are looked at"),
         (
             "docs/guide.md",

@@ -483,7 +483,7 @@ def test_of_one_kind_the_first_are_kept_and_the_rest_thinned(tmp_path: Path, cap
     assert [number for number, path in enumerate(kept, 1) if path] == [*range(1, 11), 30, 100, 121]
     assert bundles.num_left_out == 108
     assert [record.getMessage() for record in caplog.records] == [
-        "10 incidents of one kind are saved; of further ones only some",
+        "10 incidents of one kind are saved; from now on only some are",
         "100 incidents were not saved to disk so far; the run log has them",
     ]
 

@@ -254,7 +254,7 @@ def test_one_incident_is_told_in_full(program: Path) -> None:
     told = result.stdout
     assert "step 2  the loss is -Inf: step skipped" in told
     assert "logarithm of zero" in told
-    assert "from birth to where it showed" in told
+    assert "path of the bad value" in told
     assert "step 1: loss 0.25, gradient norm 2" in told
     assert "precision fp32, device cpu" in told
     assert f"nanguard replay {path}" in told
@@ -284,7 +284,7 @@ def test_a_run_leads_with_the_incident_of_which_most_is_known(program: Path) -> 
     result = run("explain", run_dir)
     assert result.exit_code == 0
     told = result.stdout
-    assert "from birth to where it showed" in told
+    assert "path of the bad value" in told
     assert told.index("logarithm of zero") < told.index(f"saved to {best}") < told.index("other faults (3 incidents in")
     assert f"    nanguard explain {run_dir / 'incidents' / '0001'}\n" in told
     assert run("explain", run_dir / "incidents").stdout.count("other faults (3") == 1
@@ -360,11 +360,30 @@ def test_as_json_it_is_one_object_without_the_data(program: Path) -> None:
 
 
 def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").write_text('{"event": "run"}\n')
+    (tmp_path / "run.jsonl").write_text('{"event": "run", "time": 0.0, "schema": 2}\n')
     result = run("explain", tmp_path)
-    assert (result.exit_code, "no incident was saved" in result.stdout) == (0, True)
-    (tmp_path / "run.jsonl").write_text('{"event": "run"}\n{"event": "incident"}\n')
-    assert "lists 1; the run had capture='none'" in run("explain", tmp_path).stdout
+    assert (result.exit_code, "no incidents in this run" in result.stdout) == (0, True)
+
+
+def test_for_incidents_that_were_removed_the_report_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    model = torch.nn.Linear(2, 1)
+    with nanguard.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=run_dir) as guard:
+        guard.step(lambda model, batch: model(batch).sum().log(), torch.full((1, 2), float("nan")))
+    shutil.rmtree(run_dir / "incidents" / "0001")
+    for path in (run_dir, run_dir / "incidents", run_dir / "run.jsonl"):
+        result = run("explain", path)
+        assert result.exit_code == 0
+        assert "capture='none' or they were removed. run.jsonl lists 1" in result.stdout
+        assert f"nanguard report {run_dir}" in result.stdout
+
+
+def test_a_run_without_incidents_whose_log_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
+    for contents in (b"", b"\x80\x04"):
+        (tmp_path / "run.jsonl").write_bytes(contents)
+        result = run("explain", tmp_path)
+        assert (result.exit_code, "is not a run log that nanguard wrote" in result.stderr) == (2, True)
+        assert json.loads(run("explain", tmp_path, "--json").stdout)["status"] == 2
 
 
 def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
@@ -372,7 +391,7 @@ def test_what_cannot_be_read_ends_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_bytes(b"\x80\x04")
     for path, words in (
         (tmp_path / "nowhere", "there is no such file or folder"),
-        (tmp_path / "other", "neither a run nor an incident"),
+        (tmp_path / "other", "neither a run, as in runs/a, nor an incident"),
         (tmp_path / "file.json", "is incomplete"),
     ):
         result = run("explain", path)

@@ -85,6 +85,8 @@ def test_only_what_was_tried_is_called_tried() -> None:
     told = dict(rows(incident(diagnosis(fix=worked, modules_to_keep=("attention",))).outcome))
     assert told["fix"] == "normalise"
     assert told["tried"] == "attention in fp32 makes this step finite:\n  guard.keep_fp32('attention')"
+    told = dict(rows(incident(diagnosis(fix=worked, modules_to_keep=("query", "key"))).outcome))
+    assert told["tried"].startswith("query and key in fp32 make this step finite")
 
 
 def test_a_count_is_shown_only_if_something_happens_at_its_end() -> None:
@@ -175,3 +177,10 @@ def test_under_run_the_fix_that_was_tried_can_be_applied_there(tmp_path: Path) -
     paths = [line for line in explained.splitlines() if str(tmp_path) in line]  # never broken
     assert all(len(line) <= 80 for line in explained.splitlines() if line not in [*code, *paths])
     assert fix in explained
+
+
+def test_under_run_a_model_in_fp32_leaves_the_autocast_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OVERFLOWS.replace("step == 2", "step >= 2"))
+    told = " ".join(in_terminal(tmp_path, "run", "--policy", "llava", "train.py").split())
+    assert "done the model in fp32 from now on; learning rate multiplied by 0.5" in told
+    assert ", 1 not applied" in told

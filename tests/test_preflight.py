@@ -468,7 +468,7 @@ def test_it_stops_when_the_time_is_over_and_says_what_was_cut_short() -> None:
     told: list[tuple[str, float]] = []
     report = flown(with_logits, minutes=1e-5, progress=lambda words, share: told.append((words, share)))
     assert "a search for weights" in report.cut_short
-    assert "more minutes would help" in str(report)
+    assert "More minutes would help" in str(report)
     assert told[-1][1] == 1.0
 
 

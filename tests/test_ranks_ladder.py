@@ -342,7 +342,7 @@ def test_what_one_rank_has_lost_no_rank_resumes_from(ranks: Ranks, pair: dict[st
 def test_where_one_rank_has_lost_all_every_rank_says_so(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
         for result in ranks(one):
-            assert result["error"].startswith("FileNotFoundError: a rank has no snapshot any more that others have")
+            assert result["error"].startswith("FileNotFoundError: a rank has lost the snapshots that other ranks have")
 
 
 @both_ways(pairs("torn_and_resumed", data="lists", lost="all but the first"))

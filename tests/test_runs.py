@@ -175,7 +175,7 @@ class TestReading:
 class TestNotARunLog:
     def test_nothing_there(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "none", tmp_path / "none" / "run.jsonl"):
-            with pytest.raises(RunLogError, match=r"there is no run log here\. Give the run_dir of a Guard"):
+            with pytest.raises(RunLogError, match=r"there is no run log here\. Give the folder of a run"):
                 read_run(path)
 
     def test_impossible_names(self) -> None:

@@ -528,7 +528,7 @@ def test_a_compiled_loss_is_a_row() -> None:
     for run in (own_loop, program):
         found = run(criterion, sync="late")
         if not SHOWS_RESULT:
-            assert any("made by code that torch does not tell of" in note for note in found.notes)
+            assert any("made by code that torch cannot see" in note for note in found.notes)
             continue
         assert (found.capture, found.op, found.source and found.source.line) == ("tape", "log", line("log of nothing"))
 

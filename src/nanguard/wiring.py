@@ -143,7 +143,7 @@ def introduce(
     if parts.policy.drops_gradients and not parts.drops_gradients:
         log.warning("DropBadGradients is ignored in fp16: a scaled overflow says nothing about one parameter")
     if parts.policy.answers_alerts and not any(isinstance(each, Monitor) for each in parts.journal.observers):
-        log.warning("the policy answers warnings, and nothing raises any: pass observers=[nanguard.Monitor()]")
+        log.warning("the policy answers warnings, but nothing raises warnings: pass observers=[nanguard.Monitor()]")
     slow = parts.skippable.not_fused()
     if slow:
         level = logging.INFO if parts.state.device.type == "cpu" else logging.WARNING

@@ -23,6 +23,11 @@ def _examples(lines: Sequence[str]) -> str:
     return "\n\n".join(("Examples:", *lines))
 
 
+def _unwrapped(function: Callable[..., None]) -> str:
+    """The docstring with one line for each paragraph, to be wrapped to the width of the terminal."""
+    return "\n\n".join(" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))
+
+
 @app.callback(epilog=_examples(("nanguard run train.py", "nanguard explain nanguard-runs/train", "nanguard demo")))
 def _nanguard(
     version: Annotated[
@@ -35,7 +40,8 @@ def _nanguard(
 for command in (run, watch, report, explain, replay, check, doctor, preflight, demo):
     name = command.__name__.rpartition(".")[2]
     context = getattr(command, "CONTEXT", None)
-    app.command(epilog=_examples(command.EXAMPLES), context_settings=context)(getattr(command, name))
+    function = getattr(command, name)
+    app.command(help=_unwrapped(function), epilog=_examples(command.EXAMPLES), context_settings=context)(function)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def demo(
 
     Takes about a minute on two CPU cores and downloads nothing. The same seed gives the same numbers.
 
-    Exits with status 0 if that happened, 1 if not (it takes about 300 steps), 2 if the folder cannot be written.
+    Exits with status 0 if both happened, 1 if not (about 300 steps are needed), 2 if the folder cannot be written.
     """
     try:
         run_dir = _new_folder(run_dir)

@@ -52,6 +52,7 @@ def explain(
         if listed := [] if words.is_one(path) else runs.runs_in(path):
             _list(listed, as_json)
         paths, is_run = words.find(path)
+        nothing = "" if paths else words.nothing_in(path)
     except BundleError as error:
         fail(str(error), as_json=as_json)
     bundles, troubles = _read(paths)
@@ -63,8 +64,8 @@ def explain(
     else:
         if asked is None:
             say(out, f"{path}, the newest run", style="dim")
-        if not paths:
-            say(out, words.nothing_in(path))
+        if nothing:
+            say(out, nothing)
         for part in words.about(bundles, path if is_run else None, brief=brief):
             say(out, part)
         for trouble in troubles:

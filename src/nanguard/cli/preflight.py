@@ -47,7 +47,7 @@ def preflight(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seeds torch, and is passed to build(seed).")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Lean on a model before a run, and list what breaks and what nearly does.
+    """Stress a model before a run, and list what breaks and what nearly breaks.
 
     build() or build(seed) returns (model, optimizer, batches, loss_fn), or a dict of these; loss_fn(model, batch)
     returns the loss. The first 16 batches are used. They should be healthy: what counts as a legal input is derived

@@ -54,7 +54,9 @@ def run(
     policy: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The recipe for bad steps. If not given, they are skipped.", autocompletion=_recipes
+            metavar="NAME",
+            help="The recipe for bad steps (default: skip them while the run makes progress).",
+            autocompletion=_recipes,
         ),
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip each parameter group to this gradient norm.")] = None,

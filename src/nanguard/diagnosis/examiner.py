@@ -87,7 +87,7 @@ class Examiner:
         """The diagnosis from a trace alone. The only experiment is a replay on older weights."""
         finding = blame.find(exam.run.trace, exam.run.ends)
         if finding is None:
-            because = "it showed, but no op was seen to make it"
+            because = "a non-finite value was found, but no op was seen to make it"
             return titled(Diagnosis(phase="forward", cause="unknown", because=because))
         diagnosis = state_fault(exam, finding)
         if diagnosis is None:

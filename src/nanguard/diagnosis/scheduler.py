@@ -113,7 +113,7 @@ class DiagnosisScheduler:
         may_take = self._how == "auto" and not is_last
         taken = may_take and (self._takes_for_the_same() or (looks_the_same and self._is_over_budget()))
         if taken and self._last is not None:
-            note = f"not examined: the {self._num_alike} before it all ended alike"
+            note = f"not examined: the {self._num_alike} before it all had the same result"
             return _taken_for(self._last, reading, note)
         diagnosis, began = None, time.monotonic()
         if self._is_concerned(reading):
@@ -317,7 +317,7 @@ class DiagnosisScheduler:
 
 def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
     """An earlier diagnosis, without the facts that hold for its step alone."""
-    because = f"as in step {known.step or 0:,}, it seems ({note.partition(':')[0]})"
+    because = f"probably as in step {known.step or 0:,} ({note.partition(':')[0]})"
     guess = replace(known, because=because, confidence="guess", notes=(note,), evidence=(), operands=())
     guess = replace(guess, samples=(), dataset_indices=(), element=None, chain=(), harmless=(), trail=(), tried=())
     return replace(guess, step=reading.step, epoch=reading.epoch, batch=reading.batch)
@@ -335,17 +335,17 @@ def _call_again(model: Any, call: Any) -> Tensor:
 def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool) -> Diagnosis:
     """The model is finite on its inputs, so the fault is in the code around it."""
     if gradient_is_bad:
-        because = "the gradient that reaches the model's output is non-finite already: it is born in the loss"
+        because = "the gradient that reaches the model's output is non-finite already: the fault is in the loss"
     elif missed:
         because = "the model's forward pass is finite; the gradient of its output was too large to be kept"
     else:
-        because = "the model is finite on what it was given, forward and backward: it is born in the code around it"
+        because = "the model is finite on its inputs, forward and backward: the fault is in the code around it"
     found = Diagnosis(
         phase="backward" if gradient_is_bad else diagnosis.phase,
         cause="unknown",
         because=because,
         tried=diagnosis.tried,
-        fix=Fix(words="hand the loss over too, guard.step(loss_fn, batch), to have it found"),
+        fix=Fix(words="use guard.step(loss_fn, batch), so that the loss can be examined too"),
         capture="module",
         step=diagnosis.step,
         epoch=diagnosis.epoch,

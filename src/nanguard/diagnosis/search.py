@@ -77,7 +77,7 @@ class Search:
         if self.is_on and self._num_traced >= MOST_STEPS:
             self._open.clear()
             log.warning(
-                "the search for the fault is given up: %d steps were traced in %.1f s and it did not come again; this "
+                "the search for the fault has ended: %d steps were traced in %.1f s, and it did not happen again; this "
                 "kind of incident is not traced any more",
                 self._num_traced,
                 self._seconds,

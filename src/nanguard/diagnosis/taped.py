@@ -181,7 +181,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:
     """Which call cannot be made again, and why; None if all can."""
     if any(isinstance(root, Unseen) for root in (*loss.roots, *loss.gradients)):
-        return "the loss was made by code that torch does not tell of" + (", or long before" if tape.was_cut else "")
+        return "the loss was made by code that torch cannot see" + (", or long before" if tape.was_cut else "")
     for number, row in run.numbered:
         if row is None:
             return "there were too many of them to keep"
@@ -189,11 +189,11 @@ def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int])
         for token in row.tokens:
             where = f"{row.name}{_at(row)}"
             if isinstance(token, Unseen):
-                return f"{where} was given a tensor from code that torch does not tell of, or from an earlier step"
+                return f"{where} was given a tensor from code that torch cannot see, or from an earlier step"
             if isinstance(token, Outside) and id(token.tensor) not in trained and changed(token):
                 return f"{where} was given a tensor that has been changed in place since"
             if is_late and isinstance(token, Outside) and not look(token.tensor).is_finite:
-                return f"{where} was given a non-finite tensor, maybe from torch.func, which torch does not tell of"
+                return f"{where} was given a non-finite tensor, maybe from torch.func, which cannot be seen"
     return None
 
 

@@ -32,14 +32,14 @@ class Budget:
         there, nth = len(self._existing()), self._seen[kind]
         is_first = nth == 1 or in_any_case
         if not is_first and nth > ALL_OF_A_KIND and not _is_round(nth):
-            self._warn_once("kind", f"{ALL_OF_A_KIND} incidents of one kind are saved; of further ones only some")
+            self._warn_once("kind", f"{ALL_OF_A_KIND} incidents of one kind are saved; from now on only some are")
         elif there < self._most:
             return "data"
         elif is_first and there < _FACTOR * self._most:
-            self._warn_once("meta", f"{there} incidents are saved: now only the first of a kind, no data")
+            self._warn_once("meta", f"{there} incidents are saved; now only the first of each kind is, without data")
             return "meta"
         else:
-            self._warn_once("none", f"{there} incidents are saved: no more of these kinds. Delete what you do not need")
+            self._warn_once("none", f"{there} incidents are saved, and no more will be. Delete what you do not need")
         self._leave_out()
         return "none"
 

@@ -178,11 +178,11 @@ class RaisePrecision:
         if verdict.kind != "nonfinite":
             return "precision does not undo it"
         if not verdict.means.lower_precision and self.lr == 1.0:
-            return "all runs in fp32"
+            return "everything runs in fp32"
         if self.verify and verdict.cause == "input":
             return "the data hold NaN or Inf"
         if self.scope == "module" and not verdict.means.can_run_again:
-            return "the module can be found only where guard.step ran it"
+            return "the module can be found only if guard.step runs the step"
         return ""
 
     def _refuses_alert(self, alert: Alert, means: Means) -> str:
@@ -236,7 +236,7 @@ class Rollback:
         if (self.raise_precision or self.when == "damage") and verdict.kind != "damage":
             return "the state is not damaged"
         if self.raise_precision and not verdict.means.lower_precision:
-            return "all is in fp32"
+            return "everything is in fp32"
         return "" if verdict.means.snapshots else "there is no good snapshot"
 
     def act(self, context: RungContext) -> str | None:

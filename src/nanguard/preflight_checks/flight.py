@@ -1,4 +1,4 @@
-"""``nanguard.preflight``: leans on a model for some minutes, and puts everything back."""
+"""``nanguard.preflight``: stresses a model for some minutes, and puts everything back."""
 
 from __future__ import annotations
 

@@ -100,5 +100,5 @@ class PreflightReport:
         nearly = len(self.findings) - broke
         counts = [f"{broke} broke"] * bool(broke) + [f"{nearly} nearly did"] * bool(nearly)
         found = ", ".join(counts) or "nothing found"
-        cut = f"; more minutes would help: cut short were {', '.join(self.cut_short)}" if self.cut_short else ""
+        cut = f"; cut short: {', '.join(self.cut_short)}. More minutes would help" if self.cut_short else ""
         return f"preflight: {found} ({self.num_steps:,} steps in {self.seconds:.0f} s){cut}"

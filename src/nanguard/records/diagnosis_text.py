@@ -63,7 +63,7 @@ def long_text_of(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, in sections."""
     sections: dict[str, Iterable[str]] = {
         "evidence": facts(diagnosis),
-        "from birth to where it showed": map(_link, diagnosis.chain),
+        "path of the bad value": map(_link, diagnosis.chain),
         "largest values inside each module, in the order of the forward pass": _trail(diagnosis.trail),
         "tried on this step": _trials(diagnosis.tried),
         "other non-finite values, which reached neither loss nor gradient": map(_link, diagnosis.harmless),
@@ -120,7 +120,10 @@ def _tried(diagnosis: Diagnosis) -> str:
     if fix.worked is None:
         return ""
     what = f"{joined(modules)} in fp32" if modules else "the whole model in fp32"
-    result = "makes this step finite" if fix.worked else "is not enough for this step"
+    if fix.worked:
+        result = "make this step finite" if len(modules) > 1 else "makes this step finite"
+    else:
+        result = "is not enough for this step"
     return f"{what} {result}" + (f":{verbatim(fix.code)}" if fix.code else "")
 
 

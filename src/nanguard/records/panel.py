@@ -15,7 +15,7 @@ from nanguard.records.words import counted, joined
 _CAUSES = {
     "input": "the batch itself holds NaN or Inf",
     "batch": "this batch: the weights still work on one that was good before",
-    "weights": "the weights: a batch that was good before is no longer",
+    "weights": "the weights: a batch that was finite before is not any more",
 }
 
 
@@ -82,7 +82,7 @@ def _cause(outcome: Outcome) -> str:
     """What is known of the cause if the step was not examined."""
     verdict = outcome.verdict
     if verdict.kind == "divergence" and not verdict.reading.found and verdict.cause == "weights":
-        return "the weights: they have become worse, not the data harder"
+        return "the weights: they have become worse; the data have not become harder"
     return "" if verdict.kind == "damage" else _CAUSES.get(verdict.cause, "")
 
 
@@ -111,7 +111,7 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
         else:
             kept = (
                 f"Not sound: {damaged}, and there is no good snapshot to put back: this state is damaged. "
-                "Do not save it; go on from the last good checkpoint (`nanguard check FILE` tells)."
+                "Do not save it; go on from the last good checkpoint (find it with `nanguard check FILE ...`)."
             )
         if not outcome.verdict.means.snapshots:
             then += " Snapshots let a run go back by itself: Guard(..., snapshots=Snapshots())."
@@ -234,13 +234,13 @@ def _found(outcome: Outcome) -> str:
     if outcome.verdict.kind == "damage":
         parts.append(f"non-finite before this step: {joined(reading.damaged) if reading.damaged else elsewhere}")
     if outcome.verdict.kind == "divergence" and not reading.found:
-        parts.append(f"loss {reading.mean_loss:.4g}, and the ones before it, far above their own past")
+        parts.append(f"loss {reading.mean_loss:.4g} and those before it are far above earlier losses")
     if "loss" in reading.found:
         parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else _spelled(reading.loss)}")
     if "gradients" in reading.found:
         parts.append(f"gradients {f'of {joined(reading.gradients)}' if reading.gradients else elsewhere}")
     if "update" in reading.found:
-        parts.append("finite gradients, but what the optimizer made of them; taken back")
+        parts.append("the gradients are finite, but not the update; it was undone")
     if "output" in reading.found:
         parts.append("what the model returned")
     if "input" in reading.found:

@@ -119,7 +119,7 @@ def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
         batch=None if reading.batch is None else max(0, reading.batch - 1),
         since_step=max(0, last),
         because=because,
-        notes=(*diagnosis.notes, "updates are looked at from now on: if it happens again, it is caught and explained"),
+        notes=(*diagnosis.notes, "updates are checked from now on: if it happens again, it is caught and explained"),
         confidence="guess" if rate is None else "likely",
     )
     return with_remedy(damaged)

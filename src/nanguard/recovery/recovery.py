@@ -305,7 +305,7 @@ class Recovery:
                 return verdict
             return by_rehearsal(self._parts, self._dry_run, pending, self._witness, verdict)
         except Exception:
-            log.warning("step %d: whose fault it is could not be found out", verdict.reading.step, exc_info=True)
+            log.warning("step %d: cannot tell if data or weights are at fault", verdict.reading.step, exc_info=True)
             return verdict
 
     def _cause_of_divergence(self, pending: PendingStep, rule: Divergence) -> Cause:
@@ -323,7 +323,7 @@ class Recovery:
             if witness is not None:
                 return "batch" if self._dry_run.loss_of(witness) <= limit else "weights"
         except Exception:
-            log.warning("whose fault the divergence is could not be found out", exc_info=True)
+            log.warning("cannot tell if data or weights are at fault in the divergence", exc_info=True)
         return "unknown"
 
     # ---- acting --------------------------------------------------------------------------------------------------

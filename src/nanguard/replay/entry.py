@@ -65,7 +65,7 @@ def build(entry: str, seed: int) -> BuiltProgram:
 def _function(entry: str) -> Callable[..., Any]:
     where, colon, name = entry.rpartition(":")
     if not colon or not where or not name:
-        raise ReplayError(f"--entry must be module:function or path/to/file.py:function, got {entry!r}")
+        raise ReplayError(f"--entry {entry}: it must be module:function or path/to/file.py:function")
     _check_source(where, name, entry)
     module = _from_file(where, entry) if where.endswith(".py") else _by_name(where, entry)
     found: Any = module

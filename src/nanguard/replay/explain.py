@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanguard.errors import BundleError
+from nanguard.errors import BundleError, RunLogError
 from nanguard.incidents.bundle import folders
 from nanguard.incidents.files import INCIDENT
 from nanguard.incidents.reader import Bundle, load
@@ -20,6 +19,7 @@ from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Incident
 from nanguard.replay.repeated import RepeatedIncident, by_fault
 from nanguard.replay.runs import header_of
+from nanguard.runlog.reader import read_run
 from nanguard.source.excerpt import excerpt
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def find(path: Path) -> tuple[list[Path], bool]:
             return folders(path), True
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from None
-    raise BundleError(f"{path}: this is neither a run nor an incident, as in runs/a/incidents/0001")
+    raise BundleError(f"{path}: this is neither a run, as in runs/a, nor an incident, as in runs/a/incidents/0001")
 
 
 def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> Iterator[str]:
@@ -109,17 +109,21 @@ def _others(faults: Sequence[RepeatedIncident], run_dir: Path, num_incidents: in
     return printable_lines("\n".join([head, *lines]))
 
 
-def nothing_in(run_dir: Path) -> str:
-    """A sentence for a run without saved incidents, with the number in the run log."""
-    told = 0
+def nothing_in(path: Path) -> str:
+    """A sentence for a run without saved incidents. Raises ``BundleError`` if its log cannot be read."""
+    run_dir = path.parent if path.name in (RUN_LOG, "incidents") else path
+    if not (run_dir / RUN_LOG).exists():
+        return f"{path}: no incident was saved"
     try:
-        for line in (run_dir / RUN_LOG).read_text(encoding="utf-8").splitlines():
-            event = json.loads(line)
-            told += isinstance(event, dict) and event.get("event") == "incident"
-    except (OSError, ValueError):
-        told = 0
-    rest = f". {RUN_LOG} lists {told:,}; the run had capture='none'" if told else ""
-    return f"{run_dir}: no incident was saved{rest}"
+        num_logged = len(read_run(run_dir).incidents)
+    except RunLogError as error:
+        raise BundleError(str(error)) from None
+    if not num_logged:
+        return f"{path}: no incidents in this run"
+    return (
+        f"{path}: no incident is saved here, since the run had capture='none' or they were removed. {RUN_LOG} lists "
+        f"{num_logged:,}:\n  nanguard report {shlex.quote(str(run_dir))}"
+    )
 
 
 def outcome(replayed: Replayed, bundle: Bundle) -> str:
@@ -174,7 +178,7 @@ def _kept(bundle: Bundle) -> Iterator[str]:
     yield f"saved to {bundle.path}"
     yield f"  {', '.join(bundle.captured) or 'only this text'}"
     for each in bundle.facts["left_out"]:
-        yield f"  left out: {each['what']}, {each['why']}"
+        yield f"  left out: {each['what']} ({each['why']})"
     for note in bundle.facts["notes"]:
         yield f"  {note}"
     if "batch" in bundle.captured or "samples" in bundle.captured:

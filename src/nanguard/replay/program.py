@@ -106,7 +106,7 @@ def program_of(bundle: Bundle) -> KnownProgram:
         raise ReplayError(f"the program of {bundle.path} is not known: {_NO_PROGRAM}")
     folder = bundle.path.resolve().parent.parent
     if Path(script).resolve().is_relative_to(folder):
-        raise ReplayError(f"{script} is in the folder of the run, and is not run for that reason: {_NO_PROGRAM}")
+        raise ReplayError(f"{script} is in the folder of the run, so it is not run: {_NO_PROGRAM}")
     step = 0 if "weights" in bundle.captured else bundle.outcome.verdict.reading.step
     given = argv if isinstance(argv, (list, tuple)) else ()
     return KnownProgram(script=script, argv=tuple(str(each) for each in given), step=step)
@@ -131,10 +131,10 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
         notes.append("only the calls of the model are run again, not what the program does with their results")
         notes += [f"the others were not saved: {e['why']}" for e in bundle.facts["left_out"] if e["what"] == "tape"]
     if step:
-        notes.append("without a fixed seed in the program its weights are others than in the run")
+        notes.append("unless the program sets a fixed seed, its weights differ from those of the run")
     policy = header_of(bundle).get("policy")
     if step and isinstance(policy, dict) and policy.get("ladder") != describe(patient_policy())["ladder"]:
-        notes.append("the run had another policy; the steps before may have been answered otherwise")
+        notes.append("the run had another policy, so earlier bad steps may have been handled differently")
     return BuiltProgram(
         model=model,
         loss_fn=call_again(*found.autocast, rng=found.rng),

@@ -104,7 +104,7 @@ def _state_in_words(run: Run, now: float) -> str:
 def _numbers(run: Run, width: int, ascii_only: bool) -> Iterator[Line]:
     names = glance.optimizers_of(run)
     if not names:
-        yield [(" no step has been heard of yet", "dim")]
+        yield [(" no step is in the log yet", "dim")]
     room = max(_LEAST_CURVE, min(_MOST_CURVE, width - _LABEL - _VALUE - _RANGE - 4))
     for name in names[:_MOST_OPTIMIZERS]:
         steps = glance.steps_of(run, name)

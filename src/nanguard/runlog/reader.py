@@ -40,7 +40,7 @@ def read_run(path: str | Path) -> Run:
                 tape.feed(chunk)
     except FileNotFoundError:
         raise RunLogError(
-            f"{path}: there is no run log here. Give the run_dir of a Guard or the {RUN_LOG} in it"
+            f"{path}: there is no run log here. Give the folder of a run, as in nanguard-runs/train, or its {RUN_LOG}"
         ) from None
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         raise RunLogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -190,14 +190,14 @@ class Data:
         ``rng`` is restored then, whatever the rest of the loop's body draws. Returns what will happen, in words.
         """
         if self.current is None or mark is None:
-            return "the data go on as your loop has them"
+            return "the data are not rewound"
         now = (self.current.number, self.current.position)
         then = (mark["number"], mark["position"])
         there = next((walk for walk in self.passes if walk.number == mark["number"]), None)
         if there is None or not (there.can_go_back or mark["loader"] is not None):
             self._skip_next = max(0, then[1] + over - now[1]) if now[0] == then[0] else 0
             skipped = f", {self._skip_next} batches stepped over" if self._skip_next else ""
-            return f"the data go on, since {_kind(self.current.loader)} cannot be read again{skipped}"
+            return f"the data are not rewound, since {_kind(self.current.loader)} can be read only once{skipped}"
         self._back, self._skip_next, self._skip_between = (mark, rng), over, between
         back = f"the data go back to batch {then[1]:,} of epoch {then[0]}"
         if over:

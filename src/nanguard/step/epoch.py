@@ -50,7 +50,7 @@ class Epoch(Generic[T]):
                     if course.data.num_begun != begun:
                         raise ProtocolError(
                             "another guard.epoch() was begun inside this one: it is for training data, one pass at a "
-                            "time. Iterate over validation data, or a second loader, as they are"
+                            "time. Iterate over validation data, or a second loader, directly"
                         )
                     course.hear()
                 goes_on = course.end_epoch()

@@ -175,7 +175,7 @@ class Journal:
             )
             log.warning("%s", fitted(f"end of the run: {told}; more:\n  {self._where()}", terminal_width()))
         except Exception:
-            log.exception("what became of the run could not be summed up")
+            log.exception("the summary of the run could not be made")
 
     def tensors(self) -> dict[str, Tensor]:
         """For a snapshot: nothing on the device."""

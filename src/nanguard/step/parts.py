@@ -96,7 +96,7 @@ class StepParts:
     def be_careful(self) -> None:
         """Something has been written to the weights that no gradient shows. For a long while updates are looked at."""
         if self.careful_until < self.num_steps:
-            log.info("from now on every update is looked at, for %d steps", _CAREFUL_STEPS)
+            log.info("every update is checked for the next %d steps", _CAREFUL_STEPS)
         self.careful_until = self.num_steps + _CAREFUL_STEPS
 
     @contextlib.contextmanager

@@ -145,11 +145,11 @@ def read(path: Path, step: int) -> Stored:
     raw = (path / FACTS).read_bytes()
     seal = _SEAL.match(raw)
     if seal is None:
-        raise ValueError(f"{FACTS} is torn or was altered")
+        raise ValueError(f"{FACTS} is incomplete or was changed")
     if int(seal[1]) != FORMAT:
         raise ValueError(f"it has format {int(seal[1])}, and this nanguard reads format {FORMAT}")
     if hashlib.sha256(raw[seal.end() :]).hexdigest().encode("ascii") != seal[2]:
-        raise ValueError(f"{FACTS} is torn or was altered")
+        raise ValueError(f"{FACTS} is incomplete or was changed")
     document = json.loads(raw)
     if document["step"] != step:
         raise ValueError(f"{FACTS} is one of step {document['step']}")
@@ -162,7 +162,7 @@ def read(path: Path, step: int) -> Stored:
 def read_tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
     shapes = {name: (DTYPES[entry["dtype"]], entry["shape"]) for name, entry in document["index"].items()}
     if any(length < 0 for _, shape in shapes.values() for length in shape):
-        raise ValueError(f"{FACTS} speaks of tensors that cannot be")
+        raise ValueError(f"{FACTS} describes tensors that cannot exist")
     expected = document["header"] + sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     digest = hashlib.sha256()
     contents: dict[str, Tensor] = {}

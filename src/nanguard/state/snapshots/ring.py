@@ -231,8 +231,8 @@ class SnapshotRing:
         fewest, most = self._ranks.lowest(number), -self._ranks.lowest(-number)
         if fewest == 0 and most > 1:
             raise FileNotFoundError(
-                f"a rank has no snapshot any more that others have: there are {number} in {self._disk.folder}. Bring "
-                "them back, or use another run_dir to begin anew"
+                f"a rank has lost the snapshots that other ranks have: there are {number} in {self._disk.folder}. "
+                "Bring them back, or use another run_dir to begin anew"
             )
         if fewest == 0:  # or only some have kept their first one yet, when the run died
             self._disk.rewind(-1)

@@ -57,7 +57,7 @@ class DiskWriter:
         """Waits for the snapshot before: all ranks take theirs at the same steps, however slow one of the disks is."""
         if self._last is not None and not self._last.done():
             if not self._has_waited:
-                log.warning("training waits for the snapshot before to be on disk: take them less often")
+                log.warning("training waits until the previous snapshot is on disk: take snapshots less often")
             self._has_waited = True
             self.drain()
 
