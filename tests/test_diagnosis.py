@@ -523,7 +523,7 @@ def test_the_search_keeps_to_its_share_of_the_time_and_is_given_up(caplog: pytes
     assert not found.begin(kind, 9)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "the fault of step 7 was not located",
-        "the search for the fault is given up",
+        "the search for the fault has ended",
     ]
     assert found.begin(other, 10)
     assert found.wants_step()

@@ -74,7 +74,7 @@ def _text(page: str) -> str:
             f"nanguard.Guard(model, optimizer) # {'none' if Policy().max_norm is None else '?'} (the default)",
         ),
         ("docs/runlog.md", f"`schema` ({runlog.SCHEMA})"),
-        ("docs/runlog.md", f"The first {runlog.EVERY_STEP_UNTIL:,} steps are all there"),
+        ("docs/runlog.md", f"All of the first {runlog.EVERY_STEP_UNTIL:,} steps are written"),
         ("docs/runlog.md", f"the {runlog.AROUND} steps before and after each of the first {runlog._MOST_SURROUNDED} "),
         ("docs/incidents.md", f"A run keeps {bundle.MOST} bundles"),
         ("docs/run.md", f"are in `{PARENT}/SCRIPT`"),

@@ -499,7 +499,7 @@ def test_a_run_with_many_incidents_does_not_fill_the_disk(tmp_path: Path, caplog
     assert bundles.num_left_out == 3
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "no more of these kinds. Delete what you do not need",
-        "now only the first of a kind, no data",
+        "now only the first of each new kind, without data",
     ]
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nanguard.checkup.record import CheckupFinding, Fact
+from nanguard.records.words import counted
 
 OLDEST_PYTHON, NEWEST_PYTHON, OLDEST_TORCH = (3, 10), (3, 13), (2, 6)
 FRAMEWORKS = ("lightning", "pytorch-lightning", "transformers", "accelerate", "speechbrain", "deepspeed")
@@ -98,7 +99,7 @@ def _device_facts() -> Iterator[Fact]:
     import torch
 
     threads = torch.get_num_threads()
-    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {threads} torch threads")
+    yield Fact(name="CPU", value=f"{os.cpu_count()} cores, {counted(threads, 'torch thread')}")
     if not torch.cuda.is_available():
         yield Fact(name="GPU", value="none that torch can use")
         return

@@ -55,7 +55,7 @@ class _ConsoleHandler(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             message += f" ({type(error).__name__}: {error})"
-        whose = "" if message.startswith(" nanguard ") else "nanguard: "
+        whose = "" if message.startswith((" nanguard ", "end of the run: ")) else "nanguard: "
         try:
             for number, line in enumerate((whose + message).splitlines()):
                 text = fitted(line, self._console.width)

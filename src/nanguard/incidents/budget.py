@@ -36,10 +36,10 @@ class Budget:
         elif there < self._most:
             return "data"
         elif is_first and there < _FACTOR * self._most:
-            self._warn_once("meta", f"{there} incidents are saved; now only the first of each kind is, without data")
+            self._warn_once("meta", f"{there} incidents are saved: now only the first of each new kind, without data")
             return "meta"
         else:
-            self._warn_once("none", f"{there} incidents are saved, and no more will be. Delete what you do not need")
+            self._warn_once("none", f"{there} incidents are saved: no more of these kinds. Delete what you do not need")
         self._leave_out()
         return "none"
 

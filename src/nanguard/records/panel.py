@@ -71,11 +71,10 @@ def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if used := _used(outcome.action):
         yield "ladder", used
     if outcome.rerun:
-        yield "in flight", f"{counted(outcome.rerun, 'step')} behind it had no effect and ran again"
+        yield "in flight", f"{counted(outcome.rerun, 'step')} after it had no effect and ran again"
     if outcome.lost:
-        count = "counts" if outcome.lost == 1 else "count"
-        now = f"{count} no more" if outcome.is_rollback else f"{count} as skipped"
-        yield "in flight", f"{counted(outcome.lost, 'step')} behind it had no effect and {now}"
+        verb = "counts" if outcome.lost == 1 else "count"
+        yield "in flight", f"{counted(outcome.lost, 'step')} after it had no effect and {verb} as lost"
 
 
 def _cause(outcome: Outcome) -> str:
