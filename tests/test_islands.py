@@ -861,3 +861,8 @@ def test_training_with_islands_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_name_in_a_model_without_modules_is_refused_plainly() -> None:
+    with pytest.raises(ValueError, match=r"no module of the model is called 'x'; it has no modules inside$"):
+        Islands(nn.Linear(2, 1), "cpu").keep("x")

@@ -243,7 +243,9 @@ def test_an_own_loop_that_ends_with_an_error_is_explained() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, FloatingPointError])
-def test_an_error_that_has_nothing_to_do_with_nan_is_no_incident(error: type[Exception]) -> None:
+def test_an_error_that_has_nothing_to_do_with_nan_is_no_incident(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[int] = []
 
     def buggy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -258,6 +260,7 @@ def test_an_error_that_has_nothing_to_do_with_nan_is_no_incident(error: type[Exc
             guard.step(buggy, batch)
     assert guard.incidents == ()
     assert len(calls) == 6 + 3, "a function that raises for other reasons is not run again for ever"
+    assert caplog.text == "", "and its error is not told twice"
 
 
 def test_a_pass_that_is_thrown_away_without_nan_is_no_incident() -> None:

@@ -198,7 +198,7 @@ class Guard:
         """Replays a CUDA graph that holds one guarded step, and counts it. Does not sync.
 
         Run a few steps as usual, ``guard.settle()``, and capture ``guard.step`` (or autocast, backward and update).
-        Steps in flight behind a bad one count as lost, since their inputs have been overwritten.
+        Steps in flight after a bad one count as lost, since their inputs have been overwritten.
         """
         self._engine.replay(graph)
 
@@ -252,7 +252,7 @@ class Guard:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many steps were applied, skipped, lost behind a skipped one, run again, backed off (and halted).
+        """How many steps were applied, skipped, lost after a skipped one, run again, backed off (and halted).
 
         ``rolled_back`` says how often the run went back, ``undone`` by how many steps in all.
         """
@@ -305,7 +305,7 @@ class Guard:
     def roll_back(self, steps: int = 1, *, skip_batches: int = 0, lr: float = 1.0) -> str:
         """Goes back to the newest good snapshot at least ``steps`` old, by hand. Returns what it did, in words.
 
-        The rung ``Rollback`` does the same. Inside ``guard.epoch`` the data go back too.
+        The rung ``Rollback`` does the same. Inside ``guard.epoch`` the data are rewound too.
         """
         if self._engine.ring is not None:
             self._engine.ring.agree()

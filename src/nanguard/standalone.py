@@ -59,9 +59,9 @@ def diagnose(
             param.grad = grad
     if diagnosis is None:
         raise ProtocolError(
-            "nanguard.diagnose() found nothing to diagnose: loss, gradients, buffers"
-            f"{' and update' if optimizer is not None else ''} of this step are finite. Pass the batch, weights and "
-            "precision of the step that was not"
+            "nanguard.diagnose() found nothing to diagnose: loss, gradients"
+            f"{' and buffers' if optimizer is None else ', buffers and update'} of this step are finite. Pass the "
+            "batch, weights and precision of the step that was not"
         )
     return diagnosis
 

@@ -119,8 +119,9 @@ class DiagnosisScheduler:
         if self._is_concerned(reading):
             try:
                 diagnosis = self._by_what_was_captured(pending, reading, past, update)
-            except Exception:
-                log.warning("step %d could not be examined", reading.step, exc_info=True)
+            except Exception as error:
+                if not _was_raised_before(error):
+                    log.warning("step %d could not be examined", reading.step, exc_info=True)
             except (KeyboardInterrupt, SystemExit) as interrupt:  # raised again when the step has been counted
                 self.interrupt = interrupt
         self._seconds += time.monotonic() - began
@@ -325,6 +326,11 @@ def _taken_for(known: Diagnosis, reading: Reading, note: str) -> Diagnosis:
 
 def _kind(diagnosis: Diagnosis) -> Kind:
     return diagnosis.phase, diagnosis.cause, diagnosis.op, diagnosis.module
+
+
+def _was_raised_before(error: BaseException) -> bool:
+    """Whether this is the error of the program itself, raised once more: the user gets it anyway."""
+    return repr(error) == repr(error.__context__)
 
 
 def _call_again(model: Any, call: Any) -> Tensor:

@@ -23,8 +23,8 @@ class Divergence:
     - the lower quartile of the best quarter of the last ``window`` losses plus ``deviations`` times its spread,
     - the point where ``progress`` of what the loss has come down since the start, in ratio, is lost again.
 
-    ``sustain`` such losses, each other one in between counting against, are a divergence. A quarter of the window must
-    have been seen before the rule speaks.
+    A divergence is ``sustain`` such losses; each loss in between that is not counts as minus one. The rule needs a
+    quarter of the window before it reports anything.
 
     With ``needs_proof`` something is done about it only if earlier good weights do better on the same batch, which
     ``guard.step`` can find out; in your own loop it is only logged.

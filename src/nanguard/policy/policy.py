@@ -46,15 +46,15 @@ def _default_ladder() -> tuple[Rung, ...]:
 class Policy:
     """What to do about trouble: rungs from the mildest to the last, the first that fits is taken.
 
-    A rung is passed over if it does not answer what happened, or has been used ``times`` ``per`` span already. After a
-    higher rung has acted, skips are counted anew; if no step was good since, lower rungs are passed over. After the
-    last rung training halts: a corrupt update is never accepted. It also halts if it makes no progress, by the three
-    limits below, whatever rungs are left.
+    A rung is not taken if it does not answer what happened, or has been used ``times`` ``per`` span already. After a
+    later rung has acted, skips are counted from zero; if no step was good since, the rungs before it are not taken.
+    After the last rung training halts: a corrupt update is never accepted. It also halts if it makes no progress,
+    according to the three limits below, whatever rungs are left.
 
     Args:
         ladder: the rungs: ours, or any object with the methods and attributes of ``Rung`` (docs/recovery.md, "Write
             your own rung"). The default is our own ladder, ``Policy.recipe("default")``.
-        divergence: when a finite loss counts as diverged; None never asks. Only rungs that answer it are taken.
+        divergence: when a finite loss counts as diverged; None: never. Only rungs that answer it are taken.
         max_norm: the gradient norm to clip to if the guard is not given one; None does not clip.
         max_consecutive_skips: how many steps in a row may end without an update, over all epochs; the next non-finite
             step halts. None: any number.

@@ -204,13 +204,13 @@ class RaisePrecision:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Everything is put back to the newest good snapshot at least ``steps`` old, and training goes on from there.
+    """Restores the newest good snapshot that is at least ``steps`` old, and training goes on from there.
 
-    Each further time within the span goes one snapshot further; if none is that old, the oldest is taken. With
-    ``guard.epoch`` the data go back too: all batches come again but for the first ``skip_batches`` (``"failed"``: but
-    for those between the first sign of trouble and now). ``lr`` multiplies the learning rate. With ``raise_precision``
-    the model and its optimizer state are in fp32 afterwards; only for damage, which an optimizer in half precision may
-    do itself. ``when="damage"`` answers nothing else either: weights, buffers or moments that are non-finite already.
+    Each further rollback within the span goes one snapshot further back; if none is that old, the oldest is taken. With
+    ``guard.epoch`` the data are rewound too: all batches come again, except the first ``skip_batches`` (``"failed"``:
+    except those between the first sign of trouble and now). ``lr`` multiplies the learning rate. ``raise_precision``
+    runs model and optimizer state in fp32 afterwards; it answers only damage, which an optimizer in half precision may
+    cause. ``when="damage"`` answers only weights, buffers or moments that were non-finite before the step.
     """
 
     steps: int = 1
@@ -305,7 +305,7 @@ class CallFunction:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Training stops with ``NonFiniteError``, nothing corrupted. What the ladder ends in, written or not."""
+    """Stops training with ``NonFiniteError``; nothing is corrupted. Every ladder ends with it, written or not."""
 
     times: ClassVar[int | None] = None
     per: ClassVar[Span] = "run"

@@ -138,7 +138,8 @@ class Islands:
                 why.append(f"no module of the model is this {type(pattern).__name__}")
             else:
                 close = difflib.get_close_matches(pattern, there, cutoff=0.5) or there[:5]
-                why.append(f"no module of the model is called {pattern!r}; there are {', '.join(map(repr, close))}")
+                known = f"there are {', '.join(map(repr, close))}" if close else "it has no modules inside"
+                why.append(f"no module of the model is called {pattern!r}; {known}")
         return "; ".join(why)
 
 

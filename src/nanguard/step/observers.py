@@ -32,10 +32,10 @@ class Observer:
         """Loss, buffers and gradient norms of the step are in ``values``, on the device. Reading them syncs."""
 
     def on_heard(self, outcome: Outcome) -> None:
-        """The host knows what became of a step: every step, applied or not, once."""
+        """The host knows the result of a step. Called once for every step, applied or not."""
 
     def on_incident(self, incident: Incident) -> None:
-        """A step had to be answered; its diagnosis is in it, if there is one."""
+        """The guard had to do something about a step. ``incident.diagnosis`` is None if there is none."""
 
     def on_epoch(self, epoch: int) -> None:
         """``guard.epoch`` begins an epoch."""
