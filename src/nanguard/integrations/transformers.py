@@ -165,7 +165,7 @@ class TrainerGuard(AttachedGuard):
         has_nothing_else = trainer.state.global_step <= trainer._globalstep_last_logged
         if trainer.control.should_log and has_nothing_else and self._num_skipped:
             trainer.log({SKIPPED: self.num_skipped})
-        if self._inner is not None:
+        if self._inner is not None and is_asked_for(trainer.control):  # a checkpoint may be saved now
             note_state(trainer.state, self.loop)
         original(loss_sum, now.norm, *args, **kwargs)
         self._before, self._after = before, Logged(loss_sum.clone(), now.norm)
