@@ -336,6 +336,30 @@ def test_where_memory_is_short_none_are_taken_and_that_is_said(
     assert caplog.text.count("no snapshots are taken") == 1
 
 
+def test_precision_is_raised_in_the_autocast_of_the_program_too() -> None:
+    """As the panel says: a model in fp32 from now on computes in fp32, whatever the program asks for."""
+    policy = Policy([Rollback(raise_precision=True)])
+    kinds = []
+    with nanguard.install(policy=policy) as autopilot:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, (x, _) in enumerate(make_batches(30)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+            kinds.append(out.dtype)
+            optimizer.zero_grad()
+            out.float().square().mean().backward()
+            optimizer.step()
+            if step == 20:
+                with torch.no_grad():
+                    model.weight[0, 0] = torch.nan
+    (incident,) = autopilot.incidents
+    assert incident.outcome.is_rollback
+    assert "in fp32 from now on" in incident.outcome.did
+    assert set(kinds[:20]) == {torch.bfloat16}
+    assert set(kinds[23:]) == {torch.float32}
+
+
 def test_rolling_back_without_a_snapshot_is_an_error_that_says_why() -> None:
     model, opt = build(ALL["fused AdamW"])
     with pytest.raises(nanguard.ProtocolError, match="there is no good snapshot"):

@@ -103,9 +103,7 @@ class StepContext:
         if scope == "model":
             if verify and pending.rerunnable and not self._helps_in_fp32():
                 return None
-            if not self._mitigations.can_raise_precision:  # the autocast is the program's own
-                return self._mitigations.keep_modules(self._parts.islands.outermost(), step, retry_after)
-            return self._mitigations.leave_autocast(step, retry_after)
+            return self._mitigations.raise_model(step, retry_after)
         names = known
         if not names and pending.rerunnable and (self.diagnosis is None or self.diagnosis.depth != "full"):
             names = self._examinations.modules_that_help(pending, self.verdict.reading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from nanguard.records.words import listed
 from nanguard.state.casts import has_half_weights
 from nanguard.step.parts import StepParts
+
+log = logging.getLogger("nanguard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,16 @@ class ActiveMitigations:
             return self.leave_autocast(step, ease_after)
         is_possible = name not in islands.names and islands.can_keep(name)
         return self.keep_modules((name,), step, ease_after) if is_possible else None
+
+    def raise_model(self, step: int, ease_after: int | None) -> str | None:
+        """The whole model in fp32: out of the guard's autocast, or out of the program's own. None if it cannot be."""
+        if self.can_raise_precision:
+            return self.leave_autocast(step, ease_after)
+        try:
+            return self.keep_modules(self._parts.islands.outermost(), step, ease_after)
+        except ValueError as error:  # as under DataParallel
+            log.warning("the model cannot be kept in fp32: %s", error)
+            return None
 
     def leave_autocast(self, step: int, ease_after: int | None) -> str:
         parts, cast = self._parts, self.cast()

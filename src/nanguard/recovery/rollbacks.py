@@ -53,7 +53,7 @@ class Rollbacks:
         data = self._data.go_back(facts["data"], rng, over=over, between=between)
         self.forget()
         self._parts.journal.undo(now - facts["step"])
-        raised = self._mitigations.leave_autocast(now, None) if rung.raise_precision else ""
+        raised = self._mitigations.raise_model(now, None) if rung.raise_precision else ""
         lowered = self._mitigations.lower_lr(rung.lr, now, None)
         return "; ".join(filter(None, [f"back to the state before step {facts['step']:,}", data, raised, lowered]))
 
