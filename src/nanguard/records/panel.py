@@ -122,10 +122,11 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
         )
     else:
         kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
+        or_default = "" if len(outcome.action.passed) > 1 else ", or take the default ladder, Policy()"
         then = (
             "Next: look at that batch and at the parameters named above. To go on for longer, give the policy more "
-            "rungs or patience, Policy([Skip(times=10), ..., Halt()]), or take the default ladder, Policy(). Under "
-            "nanguard run, leave out --halt-on-first or choose another --policy."
+            f"rungs or patience, Policy([Skip(times=10), ..., Halt()]){or_default}. Under nanguard run, leave out "
+            "--halt-on-first or choose another --policy."
         )
     rows = [] if outcome.diagnosis is None else [*diagnosis_rows(outcome.diagnosis)]
     if known is not None and known.diagnosis is not None and _is_unknown(outcome):
