@@ -59,7 +59,7 @@ class DiscardedPasses:
         gone = [call for call in calls if call.is_discarded]
         if not gone:
             return
-        bad = [call for call in gone if bool(_num_with_nan(call))]
+        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in call.outputs)]
         for call in gone:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
@@ -71,11 +71,14 @@ class DiscardedPasses:
 
         It counts as no step: those after it have their numbers already. Syncs only if there was NaN.
         """
+        device = self._parts.state.device
         for call in calls:
             if call.is_discarded and len(self._asked) < _MOST_ASKED:
-                noted = replace(pending, calls=[], last_seen=None)
-                self._asked.append((self._readbacks.post(_num_with_nan(call).reshape(1)), noted, call))
+                bad = [torch.isnan(output).any() for output in call.outputs if output.device == device]
                 call.outputs.clear()
+                if bad:
+                    answer = self._readbacks.post(torch.stack(bad).double().sum(0, keepdim=True))
+                    self._asked.append((answer, replace(pending, calls=[], last_seen=None), call))
         while self._asked and self._asked[0][0].has_arrived():
             self._hear()
 
@@ -192,11 +195,6 @@ class DiscardedPasses:
         parts = self._parts
         grads = [(p, p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
         return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
-
-
-def _num_with_nan(call: Call) -> Tensor:
-    """How many of the results of a call hold NaN, on their device."""
-    return torch.stack([torch.isnan(output).any() for output in call.outputs]).sum(dtype=torch.float64)
 
 
 def _is_nonfinite(tensor: Tensor) -> Tensor:
