@@ -313,6 +313,30 @@ def test_a_batch_that_is_left_out_is_explained(sync: Any, how: str) -> None:
     assert (first.cause, first.op) == ("input_nonfinite", "addmm")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("sync", FUSED)
+def test_a_pass_whose_results_torch_cannot_be_asked_about_is_left_alone(sync: Any) -> None:
+    class Compressed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x).to_sparse_csr()
+
+    model = Compressed()
+    guard = Guard(model, AdamW(model.parameters(), fused=FUSED[sync]), precision="fp32", sync=sync)
+    for step in range(4):
+        with guard.autocast():
+            out = model(torch.randn(4, 3) * (NAN if step == 1 else 1.0))
+        if step != 1:
+            guard.backward(out.to_dense().square().mean())
+            guard.update()
+        del out
+    guard.settle()
+    assert guard.counts["applied"] == 3
+
+
 def test_a_validation_after_a_batch_that_was_left_out() -> None:
     bad = poisoned(make_batches(3), 2)
     guard, _ = own_loop(bad[:2])

@@ -22,7 +22,7 @@ from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.protocols import Responder
-from nanguard.step.tape import CallTape
+from nanguard.step.tape import CallTape, is_readable
 
 log = logging.getLogger("nanguard")
 
@@ -59,7 +59,7 @@ class DiscardedPasses:
         gone = [call for call in calls if call.is_discarded]
         if not gone:
             return
-        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in call.outputs)]
+        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in _readable(call))]
         for call in gone:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
@@ -74,7 +74,7 @@ class DiscardedPasses:
         device = self._parts.state.device
         for call in calls:
             if call.is_discarded and len(self._asked) < _MOST_ASKED:
-                bad = [torch.isnan(output).any() for output in call.outputs if output.device == device]
+                bad = [torch.isnan(output).any() for output in _readable(call) if output.device == device]
                 call.outputs.clear()
                 if bad:
                     answer = self._readbacks.post(torch.stack(bad).double().sum(0, keepdim=True))
@@ -133,7 +133,7 @@ class DiscardedPasses:
         if nonfinite(grads, self._parts.state.device) or _OF_ANOMALY_MODE in str(error):
             return ("gradients",), loss
         counts = torch.isnan if error is None else _is_nonfinite
-        outputs = [output for call in calls for output in call.outputs]
+        outputs = [output for call in calls for output in _readable(call)]
         if any(bool(counts(output).any()) for output in outputs) or self._was_given_bad(calls, error):
             return ("output",), loss
         if error is not None and tape is not None and tape.raised is not None:
@@ -195,6 +195,11 @@ class DiscardedPasses:
         parts = self._parts
         grads = [(p, p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
         return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
+
+
+def _readable(call: Call) -> list[Tensor]:
+    """The results of a call, without those that torch cannot be asked about, such as sparse ones."""
+    return [output for output in call.outputs if is_readable(output)]
 
 
 def _is_nonfinite(tensor: Tensor) -> Tensor:
