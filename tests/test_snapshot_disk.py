@@ -958,13 +958,12 @@ def test_a_worker_that_outlives_its_parent_holds_no_lock(folder: Path) -> None:
     code = (
         "import os, sys, signal, time, torch; from nanguard.state.snapshots.disk import DiskStore\n"
         "store = DiskStore(sys.argv[1]); store.write(5, {'a': torch.ones(2)}, {})\n"
-        "worker = os.fork()\n"
-        "if worker == 0: time.sleep(600)\n"
-        "print(worker, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "if os.fork() == 0: print(os.getpid(), flush=True); time.sleep(600)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(folder)], stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
+    worker = int(parent.stdout.readline())  # told by the worker, once it runs
     parent.stdout.close()
     try:
         parent.wait()
