@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,8 @@ class NotedSampler:
         parts = list(_few_parts(batch, depth=2))
         marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
         marks = tuple([(part.shape, _few_values(part)) for part in marked])
-        return FetchedBatch(self.next(), _storages_of(parts), self.is_ahead, id(self), marks)
+        storages = tuple([_compat.weak_storage(part) for part in parts])
+        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks)
 
 
 class _Noting(Iterator[Any]):
@@ -194,16 +195,8 @@ def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
     return num_samples(given or batch)
 
 
-def storages_of(batch: Any) -> tuple[Any, ...]:
-    """The storages of the tensors near the top of a batch, which may hold millions of numbers below."""
-    return _storages_of(_few_parts(batch, depth=2))
-
-
-def _storages_of(parts: Iterable[Tensor]) -> tuple[Any, ...]:
-    return tuple([_compat.weak_storage(part) for part in parts])
-
-
 def _few_parts(batch: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors near the top of a batch, which may hold millions of numbers below."""
     if isinstance(batch, Tensor):
         if batch.layout is torch.strided and not (batch.is_meta or batch.is_nested):
             yield batch

@@ -69,7 +69,7 @@ class DiscardedPasses:
     def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
         """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
 
-        It counts as no step: those after it have their numbers already. Syncs only if there was NaN.
+        It does not count as a step, since the steps after it already have their numbers. Syncs only if there was NaN.
         """
         device = self._parts.state.device
         for call in calls:
