@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import nanguard
 from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard import Guard, Policy, Rollback, Skip, Snapshots
+from nanguard.recovery.mitigations import ActiveMitigations
 from nanguard.testing import Fault, inject
 from optimizers import ALL
 
@@ -358,6 +359,15 @@ def test_precision_is_raised_in_the_autocast_of_the_program_too() -> None:
     assert "in fp32 from now on" in incident.outcome.did
     assert set(kinds[:20]) == {torch.bfloat16}
     assert set(kinds[23:]) == {torch.float32}
+
+
+def test_a_model_that_cannot_be_kept_in_fp32_is_told_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.DataParallel(TinyNet())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), precision="fp32")
+    mitigations = ActiveMitigations(guard._parts)
+    assert mitigations.raise_model(0, None) is None
+    assert not mitigations.active
+    assert "the model cannot be kept in fp32: the model is in DataParallel" in caplog.text
 
 
 def test_rolling_back_without_a_snapshot_is_an_error_that_says_why() -> None:
