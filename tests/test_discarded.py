@@ -15,6 +15,7 @@ import nanguard
 from helpers import INF, NAN, TinyNet, differences, everything, make_batches, poisoned
 from nanguard import Guard
 from nanguard.records.steps import Incident
+from nanguard.state.readback import PendingCopy
 from nanguard.state.undo import Undo
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -311,6 +312,14 @@ def test_a_batch_that_is_left_out_is_explained(sync: Any, how: str) -> None:
     first = incidents[0].diagnosis
     assert first is not None
     assert (first.cause, first.op) == ("input_nonfinite", "addmm")
+
+
+def test_a_device_that_has_not_answered_is_asked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PendingCopy, "has_arrived", lambda copy: False)
+    guard, _ = own_loop(poisoned(make_batches(4), 1), sync="late")
+    (incident,) = guard.incidents
+    assert incident.outcome.did == "the program left this batch out itself"
+    assert guard.counts["applied"] == 3
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

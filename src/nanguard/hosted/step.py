@@ -215,9 +215,8 @@ class HostedStep(UncheckedSteps):
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
-        pending = self._pending()
+        pending = self._pending()  # first: to settle ends it, and its buffers are noted
         self.engine.settle()
-        self.parts.begin(pending)  # it is still open, and its buffers are noted
         self.forbid_tracing()
         end_in_the_middle(pending, this, self.engine.discarded, error, taper)
 
