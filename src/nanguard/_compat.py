@@ -105,6 +105,14 @@ def update_scale_(
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
+def versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """``version`` of each, in less time."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return list(map(version, tensors))
+
+
 def version(tensor: Tensor) -> int | None:
     """How often the tensor was written to in place; None if torch does not count (inference tensors)."""
     try:  # as quick as possible

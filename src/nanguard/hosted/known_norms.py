@@ -19,12 +19,12 @@ class KnownNorms:
 
     def __init__(self, grads: Sequence[Tensor], norms: Tensor) -> None:
         self._grads, self._norms = grads, norms
-        self._versions = list(map(_compat.version, grads))
+        self._versions = _compat.versions(grads)
 
     def of(self, grads: Sequence[Tensor], indices: KnownIndices) -> Tensor | None:
         """The norms of these gradients, in their order; None if one of them is not known. Does not sync."""
         if len(grads) == len(self._grads) and all(map(operator.is_, grads, self._grads)):
-            return self._norms if list(map(_compat.version, grads)) == self._versions else None
+            return self._norms if _compat.versions(grads) == self._versions else None
         places = {id(grad): place for place, grad in enumerate(self._grads)}
         wanted = [places.get(id(grad), -1) for grad in grads]
         if -1 in wanted or any(_compat.version(g) != self._versions[at] for g, at in zip(grads, wanted, strict=True)):

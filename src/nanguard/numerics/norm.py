@@ -87,18 +87,6 @@ class NormWriter:
             large = _norms([tensors[place] for place in self._large], 2.0)
             out.index_copy_(0, self._large_at, torch.stack(list(large)))
 
-    def read(self, tensors: list[Tensor]) -> list[float]:
-        """What ``write_`` would write, to the last bit, on the host. For a CPU, where each call takes its time."""
-        if not tensors:
-            return []
-        if self._sort(tensors) and not self._large:
-            norms = self._sums(tensors).sqrt_()  # not math.sqrt: torch's may round otherwise
-        else:
-            norms = torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device)
-            self.write_(norms, tensors)
-        read: list[float] = norms.tolist()
-        return read
-
     def _sums(self, small: list[Tensor]) -> Tensor:
         """The sum of the squares of each."""
         squares = _compat.flatten(small).double().square_()
@@ -122,6 +110,19 @@ class NormWriter:
         self._large_at = torch.tensor(self._large, dtype=torch.int64, device=device)
         self._sizes = sizes
         return bool(self._small)
+
+
+def joint_norm(tensors: Sequence[Tensor]) -> float:
+    """The norm of all of them together, on the host. They are alike and on a CPU, where each call takes its time.
+
+    Finite if and only if every element is.
+    """
+    members = list(tensors)
+    if not members:
+        return 0.0
+    if sum(t.numel() for t in members) < _MANY:
+        return float(torch.linalg.vector_norm(_compat.flatten(members), dtype=torch.float64))
+    return math.hypot(*torch.stack(list(_norms(members, 2.0))).tolist())
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:

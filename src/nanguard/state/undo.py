@@ -122,7 +122,7 @@ class _Bank:
 
     def is_noted(self) -> bool:
         """Whether torch has counted no write since the last note."""
-        return self.unchanged() and self._versions == [_compat.version(tensor) for tensor in self._known]
+        return self.unchanged() and self._versions == _compat.versions(self._known)
 
     def note_(self) -> None:
         if not self.unchanged():
@@ -130,7 +130,7 @@ class _Bank:
             for slot, tensor in zip(self.slots, self._known, strict=True):
                 slot.origin = tensor
         self._copy_to_(self._saved, self._saved_views)
-        self._versions = [_compat.version(tensor) for tensor in self._known]
+        self._versions = _compat.versions(self._known)
 
     def _copy_to_(self, flat: Tensor, views: list[Tensor]) -> None:
         """A GPU copies them all by one kernel. A CPU copies one by one, and joins them faster."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanguard._compat_modes import NoGrad
 from nanguard.numerics.finite import raise_flag_
-from nanguard.numerics.norm import NormWriter, are_alike, combine_, tensor_norms
+from nanguard.numerics.norm import NormWriter, are_alike, combine_, joint_norm, tensor_norms
 from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
@@ -179,22 +179,25 @@ class Measurement:
             torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=out)
 
     def ask(self, loss: Tensor, groups: Sequence[Group], known: Tensor | None) -> MeasuredValues | None:
-        """The loss and the norms of all gradients, in few calls; None if something is non-finite, or may be.
+        """The loss and the norm of each group, in few calls; None if something is non-finite, or may be.
 
-        For a CPU. The whole measurement has to follow then. Norms are those that it would have, to the last bit.
+        For a CPU. The whole measurement has to follow then. ``known`` are norms of all gradients.
         """
         value = loss.item()
-        grads = [g for group in groups for g in group.grads]
-        is_elsewhere = bool(grads) and grads[0].device != self._device
-        if not math.isfinite(value) or is_elsewhere or not _are_all_alike(groups):
+        if not math.isfinite(value) or not all(self._is_plain(group) for group in groups):
             return None
+        sizes = [len(group.params) for group in groups]
         with NoGrad():
-            norms = self._norms.read(grads) if known is None or len(known) != len(grads) else known.tolist()
+            if known is not None and len(known) == sum(sizes):
+                norms = known.tolist()
+            else:
+                sizes, norms = [1] * len(groups), [joint_norm(group.grads) for group in groups]
         if not all(map(math.isfinite, norms)):
             return None
-        params = tuple(chain.from_iterable(group.params for group in groups))
-        layout = MeasurementLayout(0, 0, [len(group.params) for group in groups], (), params)
-        return MeasuredValues(layout, [0.0, value, *norms])
+        return MeasuredValues(MeasurementLayout(0, 0, sizes, (), ()), [0.0, value, *norms])
+
+    def _is_plain(self, group: Group) -> bool:
+        return group.alike and (not group.grads or group.grads[0].device == self._device)
 
     @property
     def filled(self) -> Tensor:
