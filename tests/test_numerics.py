@@ -131,8 +131,10 @@ def test_global_clipping_is_torchs_to_the_bit(seed: int, size: float, max_norm: 
         p.grad = torch.randn(p.shape, generator=g, dtype=dtype) * size
     ours = [p.grad.clone() for p in params if p.grad is not None]
     norm = combine([torch.stack(list(tensor_norms(ours)))])[0]
-    factor = like_torch(coefficient(norm, torch.tensor(max_norm, dtype=torch.float64)), max_norm, ours)
-    scale_(ours, factor, alike=are_alike(ours))
+    exact, alike = coefficient(norm, torch.tensor(max_norm, dtype=torch.float64)), are_alike(ours)
+    factor = like_torch(exact, max_norm, ours, alike=alike)
+    assert torch.equal(factor, like_torch(exact, max_norm, ours)), "the short way gives the same"
+    scale_(ours, factor, alike=alike)
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     assert all(torch.equal(a, p.grad) for a, p in zip(ours, params, strict=True) if p.grad is not None)
 
@@ -142,12 +144,13 @@ def test_global_clipping_is_right_where_torchs_overflows_or_underflows(value: fl
     grads = [torch.full((2,), value)]
     norm = combine([torch.stack(list(tensor_norms(grads)))])[0]
     exact = coefficient(norm, torch.tensor(value / 10, dtype=torch.float64))
-    scale_(grads, like_torch(exact, value / 10, grads))
+    scale_(grads, like_torch(exact, value / 10, grads, alike=True))
     assert reference(*grads) == pytest.approx(value / 10, rel=1e-3)
 
 
 def test_torchs_norm_is_not_taken_where_it_rounds() -> None:
     assert torch_norm([torch.ones(300, dtype=torch.bfloat16)]) is None
+    assert torch_norm([torch.ones(300, dtype=torch.bfloat16)], alike=True) is None
     assert torch_norm([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]) is None
 
 

@@ -54,10 +54,15 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float) -> tuple[Tensor, Tensor
 
     The same kernels as torch's, so the same bits, without what it does for gradients of several kinds. Does not sync.
     """
-    norms = torch.stack(torch._foreach_norm(grads, 2.0))
-    total = torch.linalg.vector_norm(norms, 2.0)
+    norms, total = norms_of_alike(grads)
     torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return norms, total
+
+
+def norms_of_alike(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The norms of gradients of one device and dtype, and that of all, as ``clip_grad_norm_`` computes them."""
+    norms = torch.stack(torch._foreach_norm(grads, 2.0))  # type: ignore[arg-type]
+    return norms, torch.linalg.vector_norm(norms, 2.0)
 
 
 def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[int]]]:

@@ -66,13 +66,13 @@ def coefficient(norms: Tensor, limits: Tensor, out: Tensor | None = None) -> Ten
     return torch.div(limits, norms, out=out).clamp_(max=1.0)
 
 
-def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor]) -> Tensor:
+def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor], *, alike: bool = False) -> Tensor:
     """The ``exact`` coefficient, but to the last bit what ``clip_grad_norm_`` uses on ordinary gradients.
 
     torch sums squares in the gradients' own dtype. Where that neither overflows nor underflows its result is
-    taken, else the exact one; the device chooses. Does not sync.
+    taken, else the exact one; the device chooses. ``alike`` as in ``tensor_norms``. Does not sync.
     """
-    theirs = torch_norm(grads)
+    theirs = torch_norm(grads, alike=alike)
     if theirs is None:
         return exact
     low, high = ordinary_range(theirs.dtype)

@@ -82,8 +82,9 @@ class Clipper:
             self._clip_groups_(groups, norms, limits)
         elif self._max_norm is not None and self._how == "global":
             if groups[0].grads:
-                factor = like_torch(coefficient(norms[0], self._limit), self._max_norm, groups[0].grads)
-                scale_(groups[0].grads, factor, alike=groups[0].alike)
+                grads, alike = groups[0].grads, groups[0].alike
+                factor = like_torch(coefficient(norms[0], self._limit), self._max_norm, grads, alike=alike)
+                scale_(grads, factor, alike=alike)
         elif self._max_norm is not None:
             self._clip_groups_(groups, norms, self._limit)
 
