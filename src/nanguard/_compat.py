@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -371,6 +371,22 @@ def divisor_of(loss: Tensor) -> float:
     if not isinstance(other, Tensor) or other.device.type != "cpu" or other.numel() != 1 or not float(other):
         return 1.0
     return float(other) if kind == "DivBackward0" else round(1 / float(other), 6)
+
+
+@contextlib.contextmanager
+def without_post_accumulate_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks of ``register_post_accumulate_grad_hook`` do not run inside. Their handles stay valid."""
+    found = [hooks for tensor in tensors if (hooks := tensor._post_accumulate_grad_hooks)]
+    saved = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(found, saved, strict=True):
+            since = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **since})
 
 
 def schedulers_inside(scheduler: Any) -> Sequence[Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard import _compat_modes
+from nanguard.autopilot.backward_passes import BackwardPasses
 from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
@@ -23,7 +23,7 @@ from nanguard.autopilot.registry import Registry, hosted_step_of, num_calls_of
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
-from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure, call_after
+from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.coordinator import CoordinatorOfThread
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.names import names_of_leaves
@@ -49,6 +49,7 @@ class ProgramMonitor:
         self.registry = Registry(settings)
         self._coordinator = CoordinatorOfThread(lambda: self.registry.hosted_steps)
         self.note_cleared = self._coordinator.note_cleared
+        self._passes = BackwardPasses()
         self._manual: ManualUpdate | None = None
         self._is_closed, self._num_forwards = False, 0
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
@@ -69,6 +70,12 @@ class ProgramMonitor:
     def is_nested(self) -> bool:
         """Whether a backward pass is under way. What checkpointing does inside it is not a pass of the program."""
         return _compat_modes.is_in_backward()
+
+    @property
+    def is_running_again(self) -> bool:
+        """Whether a backward pass of our own is under way. What hooks of the program do to optimizers has no effect."""
+        is_own = self.is_nested and not self._passes.is_in_one
+        return is_own and any(hosted.is_rerunning for hosted in self.registry.hosted_steps)
 
     @property
     def is_aside(self) -> bool:
@@ -150,9 +157,11 @@ class ProgramMonitor:
             if is_manual and losses:
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves)
+        self._passes.begin(self._iteration)
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
+        self._end_backward()
         losses = [] if self._tracer.live is None and self._manual is None else losses_in(tensors)
         if losses:
             self._examine_trace(losses[-1])
@@ -160,6 +169,20 @@ class ProgramMonitor:
             self._step_manually(self._manual)
         elif self.taper.goes_on_after_backward:
             self.begin_taping()
+
+    def backward_raised(self, error: BaseException) -> None:
+        """The program's error is the one that it gets."""
+        with contextlib.suppress(NonFiniteError):
+            self._end_backward(answers=isinstance(error, Exception) and not isinstance(error, NonFiniteError))
+
+    def _end_backward(self, *, answers: bool = True) -> None:
+        """What optimizers that stepped inside have left for now is done."""
+        self._passes.end()
+        if self._iteration.in_backward is not None:
+            with self._at_work("a step inside a backward pass could not be examined"):
+                self._coordinator.end_backward(answers=answers)
+            self._release_calls()
+            self._after_step()
 
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
@@ -229,19 +252,24 @@ class ProgramMonitor:
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return None if call is None else call()
-        once = Once(call)
-        if hosted.has_grown and not self.is_nested:
+        once, is_nested = Once(call), self.is_nested
+        if hosted.has_grown and not is_nested:
             self._tracer.stop()
             with self._busy:
                 hosted.engine.settle()
                 hosted = self.registry.renew(hosted)
         try:
-            if check_afterwards:
+            if is_nested:
+                with self._busy:
+                    made = None if call is None else once
+                    result = self._passes.step(self._coordinator, hosted, made, check_afterwards=check_afterwards)
+            elif check_afterwards:
                 result = self._step_and_check(hosted, once, watched)
             else:
                 self._tracer.stop()
                 with self._busy:
-                    result = self._step(hosted, None if call is None else once)
+                    result = self._coordinator.step(hosted, None if call is None else once)
+                    self._release_calls()
         except NonFiniteError:
             raise
         except Exception:
@@ -250,43 +278,15 @@ class ProgramMonitor:
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
             self.registry.remove(hosted)
             return once.result if once.is_called else once()
-        self._after_step()
+        if not is_nested:
+            self._after_step()
         return result if once.is_called else otherwise
 
-    def step_with_closure(
-        self, optimizer: Optimizer, call: Callable[[Any], Any], closure: Closure, *, runs_first: bool
-    ) -> Any:
-        """The program calls ``step(closure)``. ``runs_first``: it runs before the step is decided on."""
-        self.guard_new_optimizers()
-        hosted = hosted_step_of(optimizer)
-        if hosted is None:
-            return call(closure)
-        if not (runs_first or hosted.runs_closure_first):
-            watched = WatchedClosure(self.taped(closure))
-            return self.step(optimizer, functools.partial(call, watched), check_afterwards=True, watched=watched)
-        with torch.enable_grad():
-            loss = self.taped(closure)()
-        answered = AnsweredClosure(closure, loss)
-        result = self.step(optimizer, functools.partial(call, answered), otherwise=loss)
-        if answered.ran_again:
-            hosted.runs_closure_first = False
-        return result
-
-    def taped(self, closure: Closure) -> Closure:
-        """The closure, with a tape of what it does."""
-        return functools.partial(call_after, self.begin_taping, closure)
-
-    def _step(self, hosted: HostedStep, call: Step | None) -> Any:
-        if self.is_nested:  # in the middle of a backward pass nothing can be run again, nor a trace begin or end
-            self._iteration.calls.clear()
-            self._iteration.tape.losses.clear()
-            hosted.forbid_tracing()
-        result = self._coordinator.step(hosted, call)
+    def _release_calls(self) -> None:
         if not self._iteration.calls:
             self._listener.listen_closer()
         elif len(self.registry.hosted_steps) == 1:
             self._iteration.calls.clear()  # no other optimizer needs them, and they hold a batch
-        return result
 
     def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""

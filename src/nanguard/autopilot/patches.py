@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from nanguard import _compat, _compat_data
 from nanguard.autopilot.averages import without_bad_batches
+from nanguard.autopilot.closures import step_with_closure, taped
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
@@ -108,6 +109,8 @@ class Patches:
         monitor = self._monitor
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if monitor.is_running_again:
+                return None
             if _compat.is_recording() or monitor.is_idle or is_claimed(optimizer):
                 monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
@@ -123,9 +126,9 @@ class Patches:
                 return original(optimizer, closure, *args[1:], **others)
 
             if is_unchecked:
-                call = functools.partial(call_with, monitor.taped(closure))
+                call = functools.partial(call_with, taped(monitor, closure))
                 return monitor.step(optimizer, call, check_afterwards=True)
-            return monitor.step_with_closure(optimizer, call_with, closure, runs_first=traits.calls_closure_once)
+            return step_with_closure(monitor, optimizer, call_with, closure, runs_first=traits.calls_closure_once)
 
         return step
 
@@ -148,7 +151,11 @@ class Patches:
                 original(tensors, *args, **kwargs)
                 return
             monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
-            original(tensors, *args, **kwargs)
+            try:
+                original(tensors, *args, **kwargs)
+            except BaseException as error:
+                monitor.backward_raised(error)
+                raise
             monitor.after_backward(tensors)
             if any(args[1:3]) or kwargs.get("retain_graph") or kwargs.get("create_graph"):
                 monitor.begin_taping()  # another loss may be computed of what is there already
@@ -174,6 +181,8 @@ class Patches:
         monitor = self._monitor
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if monitor.is_running_again:
+                return
             if _compat.is_recording():
                 original(*args, **kwargs)
                 return

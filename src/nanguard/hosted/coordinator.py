@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.graph_probe import examine_if_bad
+from nanguard.hosted.in_backward import StepsInBackward
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
@@ -114,7 +115,9 @@ class StepCoordinator:
         is_first = not this.stepped
         this.stepped.append(hosted)
         skips_all = this.refused or (is_first and self._is_another_bad(hosted))
-        if call is not None and skips_all and not hosted.has_bad_gradients():  # one with bad gradients is an incident
+        was_answered = this.in_backward is not None and this.in_backward.has_refused
+        # One with bad gradients is an incident of its own, but not if one of the same backward pass was.
+        if call is not None and skips_all and (was_answered or not hosted.has_bad_gradients()):
             this.refused = True
             hosted.skip_with_others(this)
             result = None
@@ -127,6 +130,22 @@ class StepCoordinator:
                 if other is not hosted:
                     other.put_back()
         return result
+
+    def step_in_backward(
+        self, hosted: HostedStep, this: Iteration, call: Step | None, *, check_afterwards: bool = False
+    ) -> Any:
+        """As ``step``, inside the backward pass of an iteration. ``end_backward`` examines it if it is bad."""
+        this.in_backward = this.in_backward or StepsInBackward()
+        this.stepped.append(hosted)
+        result = this.in_backward.step(hosted, this, call, check_afterwards=check_afterwards)
+        if not hosted.was_applied:
+            this.unapplied.append(hosted)
+        return result
+
+    def end_backward(self, *, answers: bool = True) -> None:
+        """A backward pass has ended. Without ``answers`` no step inside it is examined."""
+        if self.iteration.in_backward is not None:
+            self.iteration.in_backward.end(self.iteration, answers=answers)
 
     def forget(self) -> None:
         """What has happened since the last step is not part of the run any more."""

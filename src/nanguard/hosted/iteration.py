@@ -13,6 +13,7 @@ from nanguard.step.pending import Microbatch
 from nanguard.step.tape import CallTape
 
 if TYPE_CHECKING:
+    from nanguard.hosted.in_backward import StepsInBackward
     from nanguard.hosted.step import HostedStep
 
 
@@ -27,7 +28,7 @@ class Iteration:
     micro-batches that the host can run again with its own step function; ``uses_every_loss`` says that the host never
     throws the gradients of a loss away without saying so. ``tape`` has torch calls outside modules,
     ``fetched`` the batches that loaders of the program gave for it. ``live`` is the trace, if there is one;
-    ``graph_finding`` what the graph of a bad loss shows.
+    ``graph_finding`` what the graph of a bad loss shows. ``in_backward`` are steps inside the backward pass, if any.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Iteration:
     fetched: list[FetchedBatch] = field(default_factory=list)
     live: Any = None
     graph_finding: Any = None
+    in_backward: StepsInBackward | None = None
 
     @property
     def has_begun(self) -> bool:

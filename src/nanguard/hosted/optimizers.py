@@ -33,6 +33,11 @@ class ProgramOptimizers(SkippableOptimizers):
         self._call, self.result, self.was_called = step, None, False
         self._grads = [(param, param.grad) for group in self.groups() for param in group]
 
+    @property
+    def taken(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The parameters, with the gradients that they had when the call came."""
+        return list(self._grads)
+
     def _step(self, optimizer: Optimizer) -> None:
         if self._call is not None:
             self.was_called = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
 from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
+from nanguard.hosted.in_backward import calls_with_gradients
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.losses import mean_that_counts, undivided
@@ -32,7 +32,6 @@ from nanguard.monitor.observer import Monitor
 from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
-from nanguard.records.steps import Reading
 from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
@@ -179,9 +178,9 @@ class HostedStep(UncheckedSteps):
         self.has_called = False
         self.engine.open(rerunnable=False, divisor=1)
 
-    def _pending(self) -> PendingStep:
-        """The open step; a new one if an exception has ended the last one early."""
-        return self.parts.pending or self.engine.open(rerunnable=False, divisor=1)
+    def _pending(self, *, in_backward: bool = False) -> PendingStep:
+        """The open step; a new one if an exception has ended the last one early, or one of the same backward pass."""
+        return self.parts.pending or self.engine.open(rerunnable=False, divisor=1, in_backward=in_backward)
 
     @property
     def is_rerunning(self) -> bool:
@@ -283,16 +282,19 @@ class HostedStep(UncheckedSteps):
             self.open()
 
     def forbid_tracing(self) -> None:
-        """The program steps inside a backward pass, in which a trace can neither begin nor end."""
+        """No step is traced as it runs from now on."""
         self.examinations.live.forbid()
+        self.examinations.last_advice = "none known"
 
-    def step(self, call: Step | None, this: Iteration) -> Any:
+    def step(self, call: Step | None, this: Iteration, *, in_backward: bool = False) -> Any:
         """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned.
 
-        One sync, or none if the optimizer is fused and the only one, on a GPU.
+        One sync, or none if the optimizer is fused and the only one, on a GPU. ``in_backward``: while a backward pass
+        is under way. ``after_backward`` is called when it has ended.
         """
         self.num_calls += 1
-        pending = self._pending()
+        pending = self._pending(in_backward=in_backward)
+        pending.is_in_backward = in_backward
         if not pending.is_measured:
             self._fill(pending, this)
         self._follow_scaler()
@@ -300,29 +302,22 @@ class HostedStep(UncheckedSteps):
         self.skippable.take(call)
         try:
             self.engine.finish(pending)
+            if in_backward:
+                self.keep(pending, self.skippable.taken)
         finally:
             self.skippable.give_back()
-        if self.sync == "eager":
+        if self.sync == "eager" and not pending.is_put_off:
             pending.calls, pending.microbatches = [], []  # it is over, and they hold a batch
             pending.last_seen = pending.tape = None
+        if self.sync == "eager":
             last = self.parts.journal.last
             self.was_applied = last is not None and last is not before and last.applied
+            this.refused = this.refused or pending.is_put_off or self.was_refused()
         else:
             self.was_applied = self.skippable.was_called
-        this.refused = this.refused or self.was_refused()
-        self.open()
+        if not in_backward:
+            self.open()
         return self.skippable.result
-
-    def skip_with_others(self, this: Iteration) -> None:
-        """Another optimizer of the same iteration was refused, so this one is skipped too."""
-        self.num_calls += 1
-        self.was_applied = False
-        self.put_back()
-        loss = float(this.losses[-1]) if this.losses else math.nan
-        parts, step, rates = self.parts, self._pending().step, self.parts.state.schedule.known_rates
-        parts.num_steps += 1
-        parts.journal.record_skipped_with_others(Reading(step=step, epoch=0, batch=None, loss=loss, lrs=rates))
-        self.open()
 
     def put_back(self) -> None:
         """Puts buffers back to what they were before a step that was refused, or another one of the same iteration."""
@@ -349,7 +344,8 @@ class HostedStep(UncheckedSteps):
             pending.known_norms = pending.before_clipping = None
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
-        pending.calls = [call for call in this.calls if call.misses_gradients or call.has_gradients]
+        pending.calls = calls_with_gradients(this.calls)
+        pending.num_stepped_before = 0 if this.in_backward is None else this.in_backward.num_applied
         pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
         pending.live, pending.graph_finding = this.live, this.graph_finding
         pending.microbatches = list(this.reruns)

@@ -4,53 +4,42 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
 
 from torch.optim import Optimizer
 
 from nanguard.hosted.closures import WatchedClosure
+from nanguard.hosted.in_backward import PartialSteps
 from nanguard.hosted.iteration import Iteration
+from nanguard.hosted.optimizers import Step
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
-from nanguard.recovery.recovery import Recovery
 from nanguard.state.training_state import CapturedUpdate
-from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
 log = logging.getLogger("nanguard")
 
 
-class UncheckedSteps(ABC):
+class UncheckedSteps(PartialSteps):
     """The part of a hosted step that is for such optimizers."""
 
     optimizer: Optimizer
-    parts: StepParts
-    recovery: Recovery
-    was_applied: bool
-    num_calls: int = 0
     is_checked_afterwards: bool = False
     """Whether the optimizer computes gradients inside ``step()``, so that it can only be checked afterwards."""
     runs_closure_first: bool = False
     """Whether it was seen to call its closure once, before anything else: its steps can be checked before."""
 
     @abstractmethod
-    def open(self) -> None: ...
-
-    @abstractmethod
-    def put_back(self) -> None: ...
-
-    @abstractmethod
     def has_bad_gradients(self) -> bool: ...
-
-    @abstractmethod
-    def _pending(self) -> PendingStep: ...
 
     @abstractmethod
     def _fill(self, pending: PendingStep, this: Iteration) -> None: ...
 
-    def before_unchecked_step(self) -> CapturedUpdate:
+    def before_unchecked_step(self, *, in_backward: bool = False) -> CapturedUpdate:
         """For an optimizer that computes gradients inside ``step()``, so that nothing is known before."""
         self.num_calls += 1
-        self._pending()
+        self._pending(in_backward=in_backward).is_in_backward = in_backward
         return self.parts.state.capture_update()
 
     def after_unchecked_step(self, before: CapturedUpdate, this: Iteration) -> None:
@@ -70,14 +59,26 @@ class UncheckedSteps(ABC):
             self.put_back()
             raise
         if reading.found:
-            with self.recovery.letting_interrupts_out():
-                parts.journal.record(self.recovery.answer(pending, parts.judge(reading)))
+            pending.verdict = parts.judge(reading)
+            if pending.is_put_off:
+                self.keep(pending, [(param, param.grad) for group in parts.skippable.groups() for param in group])
+            else:
+                with self.recovery.letting_interrupts_out():
+                    parts.journal.record(self.recovery.answer(pending, pending.verdict))
         else:
             self.was_applied = True
             parts.last_forward.mend_()
             verdict = Verdict(kind="healthy", reading=reading)
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="apply"), applied=True))
-        self.open()
+        if not pending.is_in_backward:
+            self.open()
+
+    def check_in_backward(self, call: Step, this: Iteration) -> Any:
+        """A whole step inside a backward pass. Returns what the call returned."""
+        before = self.before_unchecked_step(in_backward=True)
+        result = call()
+        self.after_unchecked_step(before, this)
+        return result
 
     def learn_from(self, watched: WatchedClosure | None) -> None:
         """After an unchecked step: whether those to come can be checked before, as ``watched`` has seen."""
@@ -97,4 +98,6 @@ class UncheckedSteps(ABC):
         if is_spoiled:
             found = ("loss" if not math.isfinite(loss) else "gradients" if self.has_bad_gradients() else "update",)
         rates = self.parts.state.schedule.known_rates
-        return Reading(step=pending.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
+        others = pending.num_stepped_before
+        reading = Reading(step=pending.step, epoch=0, batch=None, loss=loss, mean_loss=loss, lrs=rates, found=found)
+        return replace(reading, num_stepped_before=others)

@@ -68,6 +68,9 @@ def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """What was left alone, what comes next, and what became of the steps behind this one."""
     if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
         yield "untouched", _untouched(outcome)
+        if others := outcome.verdict.reading.num_stepped_before:
+            earlier = f"{counted(others, 'other optimizer')} had stepped inside this backward pass, on finite gradients"
+            yield "stepped", f"before the fault showed, {earlier}; those steps stay"
     if used := _used(outcome.action):
         yield "ladder", used
     if outcome.rerun:
@@ -142,6 +145,8 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
 
 def _untouched(outcome: Outcome) -> str:
     """What a refused step leaves alone. A schedule that the program advances itself goes on over such a step."""
+    if outcome.verdict.reading.num_stepped_before:
+        return "buffers, and the weights and state of this optimizer, exactly as before this step"
     if outcome.verdict.means.holds_schedule:
         return "weights, optimizer state, buffers and schedule, exactly as before this step"
     return "weights, optimizer state and buffers, exactly as before this step"
@@ -155,7 +160,7 @@ def done(outcome: Outcome) -> str:
     """What was done about the step, in plain words."""
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
-        return "step skipped, nothing changed"
+        return "step skipped" if outcome.verdict.reading.num_stepped_before else "step skipped, nothing changed"
     return {
         "apply": "bad micro-batches dropped, the rest of the step applied",
         "drop_gradients": "bad gradients dropped, the step applied to all other parameters",
@@ -171,7 +176,8 @@ def done(outcome: Outcome) -> str:
 
 def _left_by_halt(outcome: Outcome) -> str:
     if outcome.verdict.kind != "damage":
-        return "nothing changed"
+        is_whole = not outcome.verdict.reading.num_stepped_before
+        return "nothing changed" if is_whole else "the weights of this optimizer unchanged"
     return "the newest good snapshot put back" if outcome.did else "the state is damaged"
 
 

@@ -55,6 +55,7 @@ class Reading:
     ``norms`` are gradient norms before clipping, one for each parameter group (a single one with ``clip="global"``).
     ``lrs`` are the learning rates it was made with, one for each parameter group, None where only the device knows it.
     ``mean_loss`` is the mean over ranks. ``damaged`` names what was non-finite before the step, on this rank.
+    ``num_stepped_before`` other optimizers had stepped inside the same backward pass by then.
     """
 
     step: int
@@ -72,6 +73,7 @@ class Reading:
     dropped_microbatches: tuple[int, ...] = ()
     dropped_gradients: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
+    num_stepped_before: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,6 +114,18 @@ class Recovery:
         behind = self._parts.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
+    def follow(self, pending: PendingStep, answer: Outcome) -> None:
+        """Another optimizer of the same backward pass was answered: does here what was done there.
+
+        Precision is that of modules, which the optimizers share, and is raised already.
+        """
+        if answer.action.response in ("lower_lr", "roll_back", "act"):
+            if self.ring is not None:
+                self.ring.agree()
+                self.ring.trouble(pending.step)
+            reading = replace(answer.verdict.reading, step=pending.step)
+            self._act(pending, replace(answer.verdict, reading=reading), answer.action, answer.diagnosis)
+
     @as_warned_before()
     def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
         """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""

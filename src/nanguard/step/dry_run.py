@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nanguard import _compat_modes
+from nanguard import _compat, _compat_modes
 from nanguard.numerics.finite import nonfinite
 from nanguard.source.frames import runs_user_code
 from nanguard.step.parts import StepParts, check_loss
@@ -87,7 +87,7 @@ class DryRun:
         """
         parts = self._parts
         parts.skippable.zero_grad()  # frees their memory, which the run needs
-        with parts.again(pending), parts.state.untouched(parts.buffers):
+        with parts.again(pending), _without_effect_on_others(parts), parts.state.untouched(parts.buffers):
             pending.training.restore()
             with (
                 torch.inference_mode(False),
@@ -111,6 +111,24 @@ class DryRun:
         if torch.is_grad_enabled():
             check_loss(loss)
         return loss if loss.ndim == 0 else loss.reshape(())
+
+
+@contextlib.contextmanager
+def _without_effect_on_others(parts: StepParts) -> Iterator[None]:
+    """Afterwards parameters of other optimizers have the gradients that they had.
+
+    If the program's hooks make steps inside a backward pass, no hook of that kind runs.
+    """
+    others = parts.parameters_of_all()
+    grads = [(param, param.grad) for param in others]
+    with _compat.without_post_accumulate_hooks(others if parts.steps_in_backward else ()):
+        for param in others:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in grads:
+                param.grad = grad
 
 
 @contextlib.contextmanager

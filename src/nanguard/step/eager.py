@@ -113,9 +113,15 @@ class Eager:
             self._recovery.back_off(verdict.reading.step)
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="back_off"), applied=False))
             return
-        if not self._catch_up():
+        pending.verdict = verdict
+        if not pending.is_put_off:
+            self.answer(pending)
+
+    def answer(self, pending: PendingStep) -> None:
+        verdict = pending.verdict
+        if verdict is not None and not self._catch_up():
             with self._recovery.letting_interrupts_out():
-                parts.journal.record(self._recovery.answer(pending, verdict))
+                self._parts.journal.record(self._recovery.answer(pending, verdict))
 
     def _catch_up(self) -> bool:
         """Processes all pending readings. True if one triggered a rollback."""

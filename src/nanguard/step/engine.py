@@ -113,18 +113,22 @@ class StepEngine:
             return pending.shown
         return pending.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
 
-    def open(self, *, rerunnable: bool, divisor: int) -> PendingStep:
-        """Begins a step: processes the readings that are due, then notes what the step may change."""
+    def open(self, *, rerunnable: bool, divisor: int, in_backward: bool = False) -> PendingStep:
+        """Begins a step: processes the readings that are due, then notes what the step may change.
+
+        Inside a backward pass (``in_backward``) readings wait: nothing can be run again there.
+        """
         if self._taper.tape is not None:
             self._taper.forget()
-        if not self.parts.is_capturing:
+        is_capturing = self.parts.is_capturing
+        if not (is_capturing or in_backward):
             self.parts.last_forward.mend_in_any_case_()
             self.mode.before()
             self.recovery.ease(self.parts.num_steps, self.mode.settle)
             if self.recovery.heed(self.parts.num_steps, self.mode.settle):
                 self.mode.drop_in_flight()
             self._before_the_first_step()
-        elif self.late is None or not self.late.is_settled:
+        elif is_capturing and (self.late is None or not self.late.is_settled):
             raise ProtocolError(
                 "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
                 "fused, capturable optimizers, and call guard.settle() before the capture"
@@ -132,7 +136,7 @@ class StepEngine:
         pending = PendingStep(self.parts.num_steps, self.num_epochs, self._position, rerunnable, divisor)
         pending.last_seen = self.data.last
         self.parts.islands.put_back()
-        self.mode.note(pending)
+        self.mode.note(pending, are_buffers_noted=in_backward)  # the forward pass has changed them by then
         self.parts.ranks.forget_()
         self.parts.begin(pending)
         if not rerunnable:
@@ -230,7 +234,8 @@ class StepEngine:
             return
         with self._memory, self.parts.leaving_no_trace():
             self.mode.finish(pending)
-        self._after_step()
+        if not pending.is_in_backward:
+            self.after_step()
 
     def replay(self, graph: Any) -> None:
         """Replays a captured step."""
@@ -243,13 +248,13 @@ class StepEngine:
         self.recovery.fence()
         graph.replay()
         self.late.post(pending, values)
-        self._after_step()
+        self.after_step()
 
     def _before_the_first_step(self) -> None:
         if self.ring is not None and self.parts.num_steps == self.parts.first_step:
             self.ring.take_first(self.parts.first_step)
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         """Takes a snapshot if one is due. Inside ``guard.epoch`` this happens between two batches instead."""
         if self.ring is not None and self.data.current is None and not self._host_advances:
             self.ring.after_step(self.parts.num_steps)

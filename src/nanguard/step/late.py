@@ -94,6 +94,9 @@ class Late:
             raise
         self.post(pending, self._parts.measurement.filled)
 
+    def answer(self, pending: PendingStep) -> None:
+        """Nothing is put off here: the host learns of a step later anyway."""
+
     def _holds_latch(self, pending: PendingStep) -> bool:
         kind = self._judge(pending).kind
         return kind == "nonfinite" or (kind == "overflow" and pending.latches)

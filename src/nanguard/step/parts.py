@@ -55,7 +55,8 @@ class StepParts:
     and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
     changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the code with
     which the user can keep modules in fp32. If a program trains several networks, ``network`` names this one, and
-    ``other_parts`` are those of the others, which its steps may call too. ``first_sizes`` are those of the parameters
+    ``other_parts`` are those of the others, which its steps may call too. ``steps_in_backward`` says that the program's
+    own hooks make the steps, while a backward pass is under way. ``first_sizes`` are those of the parameters
     at the beginning.
     """
 
@@ -82,11 +83,17 @@ class StepParts:
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
     network: str = ""
     other_parts: Callable[[], Sequence[StepParts]] = tuple
+    steps_in_backward: bool = False
     first_sizes: ParameterSizes | None = None
 
     def other_networks(self) -> list[nn.Module]:
         """Networks that other optimizers train."""
         return [each.state.own_model for each in self.other_parts()]
+
+    def parameters_of_all(self) -> list[Tensor]:
+        """Of this network and of those that other optimizers train."""
+        states = {id(parts.state.own_model): parts.state for parts in (self, *self.other_parts())}
+        return list({id(p): p for state in states.values() for p in state.parameters().values()}.values())
 
     @property
     def is_careful(self) -> bool:
@@ -274,6 +281,7 @@ class StepParts:
             lrs=pending.lrs,
             scale=None if self.precision.scaler is None else reply.scale,
             dropped_microbatches=reply.dropped,
+            num_stepped_before=pending.num_stepped_before,
         )
         if reply.is_finite and (not votes or self.ranks.all_clear(votes)):
             return reading

@@ -70,7 +70,9 @@ class PendingStep:
     with; ``is_spoiled`` says that its update was taken back. In a loop of the user's own ``has_begun`` says that there
     was a forward pass, ``calls`` are those of the model, ``tape`` has the torch calls around it, and ``live`` is how
     the step ran, if it was traced. ``measured``, or ``on_device`` if the host does not wait, is set if it was measured
-    before it was finished, ``verdict`` once its reading has been judged.
+    before it was finished, ``verdict`` once its reading has been judged. ``is_in_backward`` says that the optimizer
+    steps while a backward pass is under way: a bad step is then answered after it. ``num_stepped_before`` other
+    optimizers have stepped in that pass before.
     """
 
     step: int
@@ -86,6 +88,8 @@ class PendingStep:
     knows_loss: bool = True
     in_microbatch: bool = False
     has_begun: bool = False
+    is_in_backward: bool = False
+    num_stepped_before: int = 0
     flags: list[Tensor] = field(default_factory=list)
     shown: Tensor | None = None
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
@@ -108,6 +112,11 @@ class PendingStep:
     tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether it was refused, and is to be answered when the backward pass has ended."""
+        return self.is_in_backward and self.verdict is not None and self.readback is None
 
     @property
     def is_measured(self) -> bool:

@@ -30,6 +30,9 @@ class Mode(Protocol):
     def finish(self, pending: PendingStep) -> None:
         """Measures the step, and applies it or not."""
 
+    def answer(self, pending: PendingStep) -> None:
+        """Answers a step that was refused inside a backward pass, after it."""
+
     def settle(self) -> None:
         """Processes all readings. Waits for the device."""
 
