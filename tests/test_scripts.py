@@ -147,9 +147,7 @@ REST = {
 COLD = {"actor_critic", "careful", "compiled", "listings", "logistic_regression", "retrieval.train", "spawned"}
 """Started as a user starts them: what is special about them has to do with how a program begins and ends."""
 
-KNOWN: dict[tuple[type, str], list[str]] = {
-    (Faulty, "memory_saver"): ["steps that optimizers make inside backward are guarded, but never diagnosed"],
-}
+KNOWN: dict[tuple[type, str], list[str]] = {}
 """What nanguard gets wrong. The case must fail until this is mended."""
 
 
