@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from nanguard.hosted.iteration import Iteration
     from nanguard.hosted.step import HostedStep
 
 
@@ -36,7 +37,16 @@ class ManualUpdate:
         leaves: list[Tensor] = self.optimizer.param_groups[0]["params"]
         return leaves
 
-    def clear_gradients(self) -> None:
+    def step(self, this: Iteration) -> None:
+        """A backward pass was made, which is the step. Bad gradients become zeros."""
+        if self.hosted is not None:
+            this.stepped.append(self.hosted)
+            self.hosted.look_again()
+            self.hosted.step(lambda: None, this)
+            if this.refused:
+                self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         """Sets them to zero, so that an update with them changes nothing."""
         for param in self.optimizer.param_groups[0]["params"]:
             if param.grad is not None:

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from nanguard import _compat_modes
 from nanguard.autopilot.backward_passes import BackwardPasses
 from nanguard.autopilot.children import Children
+from nanguard.autopilot.first_pass import FirstPass
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
 from nanguard.autopilot.own_work import AtWork, Busy
-from nanguard.autopilot.registry import Registry, hosted_step_of, num_calls_of
+from nanguard.autopilot.registry import Registry, hosted_step_of, use_scaler
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
@@ -52,6 +53,7 @@ class ProgramMonitor:
         self._passes = BackwardPasses()
         self._manual: ManualUpdate | None = None
         self._is_closed, self._num_forwards = False, 0
+        self.first_pass = FirstPass(is_wanted=settings.diagnose != "off")
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self.taper), threading.RLock()
@@ -74,8 +76,7 @@ class ProgramMonitor:
     @property
     def is_running_again(self) -> bool:
         """Whether a backward pass of our own is under way. What hooks of the program do to optimizers has no effect."""
-        is_own = self.is_nested and not self._passes.is_in_one
-        return is_own and any(hosted.is_rerunning for hosted in self.registry.hosted_steps)
+        return self.is_nested and not self._passes.is_in_one and any(h.is_rerunning for h in self.registry.hosted_steps)
 
     @property
     def is_aside(self) -> bool:
@@ -155,6 +156,7 @@ class ProgramMonitor:
             leaves = leaves_of(losses) if is_manual else []
             self.taper.note_backward(tensors, gradients, leaves)
             if is_manual and losses:
+                self._coordinator.note_finding(self.first_pass.expect(losses))
                 self._manual = self._manual or ManualUpdate()
                 self._manual.expect(leaves)
         self._passes.begin(self._iteration)
@@ -166,6 +168,7 @@ class ProgramMonitor:
         if losses:
             self._examine_trace(losses[-1])
         if self._manual is not None and not self._with_optimizer and losses:
+            self._coordinator.note_finding(self.first_pass.finding(leaf.grad for leaf in self._manual.leaves))
             self._step_manually(self._manual)
         elif self.taper.goes_on_after_backward:
             self.begin_taping()
@@ -187,10 +190,8 @@ class ProgramMonitor:
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
         self.guard_new_optimizers()
-        if (hosted := hosted_step_of(optimizer)) is not None:
-            with self._busy:
-                hosted.use_scaler(scaler)
-        return num_calls_of(optimizer)
+        with self._busy:
+            return use_scaler(optimizer, scaler)
 
     def _examine_trace(self, loss: Tensor) -> None:
         """While the gradients are there."""
@@ -210,11 +211,14 @@ class ProgramMonitor:
                 self._coordinator.begin_iteration()
                 self._iteration.graph_finding = None
                 self._coordinator.examine_graph(losses_in(outputs))
+                if self._has_no_optimizer:
+                    self._coordinator.note_finding(self.first_pass.expect(losses_in(outputs)))
                 self.taper.note_backward(outputs, None, list(tensors(inputs)))
 
     def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
         self.guard_new_optimizers()
+        finding = self.first_pass.finding(grads)
         losses, leaves = losses_in(outputs), list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
         pairs = list(zip(leaves, grads, strict=False))
         if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
@@ -222,6 +226,7 @@ class ProgramMonitor:
         refused = False
         with self._at_work("gradients could not be examined"):
             self._coordinator.note_losses(losses)
+            self._coordinator.note_finding(finding)
             self._manual = self._manual or ManualUpdate()
             self._manual.expect(leaves)
             with holding(pairs):
@@ -312,12 +317,7 @@ class ProgramMonitor:
                 manual.attach(self.registry.guard(manual.optimizer, "", names_of_leaves(manual.leaves)))
                 self._attach(manual.hosted)
                 self._tracer.stop()
-            if manual.hosted is not None:
-                self._iteration.stepped.append(manual.hosted)
-                manual.hosted.look_again()
-                manual.hosted.step(lambda: None, self._iteration)
-                if self._iteration.refused:
-                    manual.clear_gradients()
+            manual.step(self._iteration)
         self._after_step()
 
     @property

@@ -152,7 +152,7 @@ class Patches:
                 return
             monitor.after_forward(tensors, args[0] if args else kwargs.get("grad_tensors"))
             try:
-                original(tensors, *args, **kwargs)
+                monitor.first_pass.run(original, tensors, *args, **kwargs)
             except BaseException as error:
                 monitor.backward_raised(error)
                 raise
@@ -171,7 +171,7 @@ class Patches:
             if _compat.is_recording() or monitor.is_aside or is_part:
                 return original(outputs, inputs, *args, **kwargs)
             monitor.before_grad(outputs, inputs)
-            grads = original(outputs, inputs, *args, **kwargs)
+            grads = monitor.first_pass.run(original, outputs, inputs, *args, **kwargs)
             return monitor.after_grad(outputs, inputs, grads)
 
         return grad

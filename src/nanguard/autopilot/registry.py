@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -345,6 +346,14 @@ def num_calls_of(optimizer: Optimizer) -> int:
     """How often its ``step()`` was called."""
     hosted = hosted_step_of(optimizer)
     return 0 if hosted is None else hosted.num_calls
+
+
+def use_scaler(optimizer: Optimizer, scaler: Any) -> int:
+    """The program's GradScaler steps this optimizer. Returns ``num_calls_of`` it before that."""
+    hosted = hosted_step_of(optimizer)
+    if hosted is not None:
+        hosted.use_scaler(scaler)
+    return num_calls_of(optimizer)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -59,7 +59,8 @@ _ARGUMENTS = {"self": 0, "other": 1, "target": 1, "mat2": 1}
 class GraphFinding:
     """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible.
 
-    If the op was given non-finite ``data``, they are described there.
+    If the op was given non-finite ``data``, they are described there. If the backward pass itself was followed,
+    ``backward`` is how it ran, and the op is read from there.
     """
 
     op: str
@@ -67,6 +68,7 @@ class GraphFinding:
     data: str
     became_nan: bool
     backward_at: Place | None
+    backward: WatchedRun | None = None
 
 
 def examine_if_bad(losses: Sequence[Tensor]) -> GraphFinding | None:
@@ -103,17 +105,22 @@ def read(
 ) -> Diagnosis:
     """The diagnosis: op and cause from the graph, the line from the source code."""
     diagnosis = _by_running_it(graph_finding, parts, examiner, pending, past)
-    if graph_finding.data:
+    if graph_finding.backward is not None:
+        diagnosis = examiner.read(Exam(parts, pending, graph_finding.backward, past, None))
+        if diagnosis.phase != "backward":  # it inherits what the forward pass made, which was not followed
+            diagnosis = Diagnosis(phase="backward", cause="unknown", because="only the backward pass was followed")
+    elif graph_finding.data:
         diagnosis = Diagnosis(phase="data", cause="input_nonfinite", because=graph_finding.data)
     elif diagnosis is None:
         cause, words = _BY_RESULT.get(graph_finding.op, ("unknown", "no operand of it was kept"))
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf
             cause = "zero_over_zero"
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
-    source, is_behind = _line_of(graph_finding)
+    op = graph_finding.op or diagnosis.op
+    source, is_behind = _line_of(op, graph_finding.backward_at)
     return replace(
         with_remedy(diagnosis),
-        op=graph_finding.op,
+        op=op,
         module="",
         source=source,
         is_line_traced=False,
@@ -191,6 +198,12 @@ def _nodes(root: Any) -> Iterator[Any]:
                 todo.append(following)
 
 
+def has_compiled_code(losses: Iterable[Tensor]) -> bool:
+    """Whether ``torch.compile`` has made a part of the graph. True for a graph that is too large to tell."""
+    nodes = [node for loss in losses if loss.grad_fn is not None for node in _nodes(loss.grad_fn)]
+    return len(nodes) >= _MOST_NODES or any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
+
+
 def _birth(op: str, node: Any) -> tuple[Callable[[], Tensor] | None] | None:
     """How to run such an op again. None if the op did not make a non-finite value, or if that is unknown."""
     again = _again(op, node)
@@ -254,12 +267,12 @@ def _saved(node: Any, name: str) -> Tensor | None:
 # ---- the line --------------------------------------------------------------------------------------------------------
 
 
-def _line_of(graph_finding: GraphFinding) -> tuple[Source | None, bool]:
+def _line_of(op: str, backward_at: Place | None) -> tuple[Source | None, bool]:
     """The only line behind the loss that calls this op (True), or else the only such line of the program (False)."""
-    if graph_finding.backward_at is None:
+    if backward_at is None:
         return None, False
-    file, number, _ = graph_finding.backward_at
+    file, number, _ = backward_at
     program = ProgramSource(tuple(dict.fromkeys((file, *user_files([])))))
-    behind, everywhere = program.lines_behind(file, number, graph_finding.op), program.lines_with(graph_finding.op)
+    behind, everywhere = program.lines_behind(file, number, op), program.lines_with(op)
     found = behind or everywhere
     return (found[0], bool(behind)) if len(found) == 1 else (None, False)

@@ -103,7 +103,11 @@ class StepCoordinator:
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
         """Before the graph is freed."""
-        self.iteration.graph_finding = examine_if_bad(losses) or self.iteration.graph_finding
+        self.note_finding(examine_if_bad(losses))
+
+    def note_finding(self, finding: Any) -> None:
+        """What the graph of a loss has shown; None if nothing."""
+        self.iteration.graph_finding = finding or self.iteration.graph_finding
 
     def step(self, hosted: HostedStep, call: Step | None) -> Any:
         """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned."""
