@@ -173,3 +173,14 @@ def test_inside_a_dispatch_mode_of_the_program_nothing_is_followed(monkeypatch: 
         with Listens():  # type: ignore[no-untyped-call]
             w.exp().sum().backward()
     assert torch.equal(w.grad, w.detach().exp())  # type: ignore[arg-type]
+
+
+def test_compiled_code_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(trace: Any) -> None:
+        raise AssertionError("a trace was entered")
+
+    with nanguard.install():
+        monkeypatch.setattr(backward_probe.Trace, "__enter__", fails)
+        w = torch.ones(3, requires_grad=True)
+        torch.compile(lambda w: w.exp().sum(), backend="aot_eager")(w).backward()
+    assert torch.allclose(w.grad, w.detach().exp())  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ class BackwardProbe:
 
     @staticmethod
     def can_follow(losses: Sequence[Tensor]) -> bool:
-        """Not from a non-finite loss, nor through compiled code, which would depend on whether it is followed. Syncs."""
+        """Not from a non-finite loss, nor through compiled code, which would depend on being followed. Syncs."""
         return all(look(loss).is_finite for loss in losses) and not has_compiled_code(losses)
 
     def run(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
