@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanguard import _compat
-from nanguard.step.calls import CallRecorder
+from nanguard.step.calls import Call, CallRecorder
 
 
 class _Inside(threading.local):
@@ -24,10 +24,11 @@ class _Inside(threading.local):
 class CallListener:
     """Listens to the outermost modules, and to the children of one that is never called itself.
 
-    ``begins`` is called before such a call with the identity of the outermost module.
+    ``begins`` is called before such a call with the identity of the outermost module. It returns the list that the call
+    is recorded in, or None, and whether the tape was paused for it.
     """
 
-    def __init__(self, begins: Callable[[int], None], recorder: CallRecorder) -> None:
+    def __init__(self, begins: Callable[[int], tuple[list[Call] | None, bool]], recorder: CallRecorder) -> None:
         self._begins, self._recorder = begins, recorder
         self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._called: set[int] = set()
@@ -96,10 +97,10 @@ class CallListener:
         kind.__call__ = call  # type: ignore[method-assign]
 
     def _record(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._begins(self._listed[id(module)][1])
+        calls, is_taped = self._begins(self._listed[id(module)][1])
         if torch.is_grad_enabled():  # a program may validate with a module whose parts it trains
             self._called.add(id(module))
-        call = self._recorder.enter(module, args, kwargs)
+        call = self._recorder.begin(calls, args, kwargs, is_taped=is_taped)
         if call is not None:
             call.called = module
         try:
@@ -107,5 +108,5 @@ class CallListener:
         except BaseException:
             self._recorder.raised()
             raise
-        self._recorder.leave(module, args, output)
+        self._recorder.end(call, output)
         return output

@@ -57,7 +57,7 @@ class ProgramMonitor:
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self.taper), threading.RLock()
-        self._recorder = CallRecorder(self._open_calls, self._random_states, "cpu", self.taper)
+        self._recorder = CallRecorder(self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone, settings)
 
@@ -114,18 +114,26 @@ class ProgramMonitor:
             self._coordinator.note_fetched(noted.fetched(batch, self._num_forwards))
         self.begin_taping()
 
-    def before_forward(self, root: int) -> None:
-        """A module is about to be called, inside the outermost one of this identity: its buffers are noted."""
+    def before_forward(self, root: int) -> tuple[list[Call] | None, bool]:
+        """A module is about to be called, inside the outermost one of this identity: its buffers are noted.
+
+        Returns the list that the call is recorded in, None if it is not, and whether the tape was paused for it.
+        """
         self.registry.used.add(root)
         self.guard_new_optimizers(in_call=True)
         if self.is_aside:
-            return
-        is_training = torch.is_grad_enabled()
+            return None, False
+        is_training, hosted_steps = torch.is_grad_enabled(), self.registry.hosted_steps
         if is_training:
             self._num_forwards += 1
             self._tracer.resume()
+            self._begin_tape(hosted_steps)
+            self.taper.before_call()
+        elif not self._iteration.has_begun:
+            self.taper.before_evaluation()
+        was_taping = self.taper.pause()
         with self._at_work("what a step may change could not be noted"):
-            for hosted in self.registry.hosted_steps:
+            for hosted in hosted_steps:
                 if root not in hosted.root_identities:
                     continue
                 if is_training:
@@ -133,10 +141,8 @@ class ProgramMonitor:
                 else:
                     hosted.before_evaluation()
         if is_training:
-            self.begin_taping()
-            self.taper.before_call()
-        elif not self._iteration.has_begun:
-            self.taper.before_evaluation()
+            self._coordinator.begin_iteration()
+        return self._iteration.calls if is_training else None, was_taping
 
     def _attach(self, hosted: HostedStep | None) -> None:
         """Listens to the modules that a new hosted step trains."""
@@ -337,28 +343,24 @@ class ProgramMonitor:
 
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
-    def _open_calls(self) -> list[Call] | None:
-        if not torch.is_grad_enabled() or self.is_aside:
-            return None
-        self._coordinator.begin_iteration()
-        return self._coordinator.iteration.calls
-
     def _random_states(self) -> RngState | None:
         hosted = self.registry.hosted_steps  # while a graph is captured they cannot be read
         return None if _compat_modes.is_capturing() else hosted[0].random_states() if hosted else states_now()
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""
-        hosted_steps = self.registry.hosted_steps
-        has_optimizer = hosted_steps or self.registry.has_new_optimizers
-        if has_optimizer and self._tracer.live is None and not self.is_aside:
+        if not self.is_aside:
+            self._begin_tape(self.registry.hosted_steps)
+
+    def _begin_tape(self, hosted_steps: list[HostedStep]) -> None:
+        if (hosted_steps or self.registry.has_new_optimizers) and self._tracer.live is None:
             self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
 
     def _after_step(self) -> None:
         hosted_steps = self.registry.hosted_steps
         self._tracer.start(hosted_steps)
-        if self.taper.end_step(self._coordinator, is_alone=len(hosted_steps) == 1):
-            self.begin_taping()
+        if self.taper.end_step(self._coordinator, is_alone=len(hosted_steps) == 1) and not self.is_aside:
+            self._begin_tape(hosted_steps)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

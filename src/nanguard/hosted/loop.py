@@ -156,10 +156,10 @@ class HostedLoop:
         self._coordinator = StepCoordinator(lambda: self._steps)
         kind = self._steps[0].parts.state.device.type
         self._taper = TapeRecorder(self._random_states, kind)
-        self._recorder = CallRecorder(self._open_calls, self._random_states, kind, self._taper)
+        self._recorder = CallRecorder(self._random_states, kind, self._taper)
         self._is_taping = settings.diagnose != "off"
         if self._is_taping:
-            self._recorder.listen(model)
+            self._recorder.listen(model, self._open_calls)
         self._is_closed = False
         self.num_forwards = 0  # that have begun, of the training
 

@@ -120,7 +120,7 @@ def joint_norm(tensors: Sequence[Tensor]) -> float:
     members = list(tensors)
     if not members:
         return 0.0
-    if sum(t.numel() for t in members) < _MANY:
+    if sum([t.numel() for t in members]) < _MANY:
         return float(torch.linalg.vector_norm(_compat.flatten(members), dtype=torch.float64))
     return math.hypot(*torch.stack(list(_norms(members, 2.0))).tolist())
 

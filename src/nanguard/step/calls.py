@@ -118,32 +118,34 @@ class _Taped(threading.local):
     """Calls of this thread that are under way and will be rows of the tape, with their arguments."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Call, Any, Any, bool]] = []
+        self.calls: list[tuple[Call, Any, Any]] = []
 
 
 class CallRecorder:
-    """A pair of hooks on the outermost module. Copies and pickles of the module do not listen.
+    """Records calls of the outermost module. ``note`` gives the random states; on the tape of ``taper`` one is one row.
 
-    ``opens`` gives the list to write to, or None if calls are not to be recorded now; ``note`` gives the random states.
-    ``taper`` writes a tape, on which a call is one row.
+    A host that knows of each call calls ``begin`` and ``end``. For others ``listen`` adds hooks to the module.
     """
 
-    def __init__(
-        self,
-        opens: Callable[[], list[Call] | None],
-        note: Callable[[], RngState | None],
-        device: str,
-        taper: TapeRecorder | None = None,
-    ) -> None:
-        self._opens, self._note, self.device, self._taper = opens, note, device, taper
+    def __init__(self, note: Callable[[], RngState | None], device: str, taper: TapeRecorder) -> None:
+        self._note, self.device, self._taper = note, device, taper
         self._taped = _Taped()
         self._undo: list[Callable[[], Any]] = []
 
-    def listen(self, model: nn.Module) -> None:
+    def listen(self, model: nn.Module, opens: Callable[[], list[Call] | None]) -> None:
+        """``opens`` gives the list to write to, or None. Copies and pickles of the module do not listen."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.begin(opens(), args, kwargs, is_taped=self._taper.pause())
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            calls = opens()
+            self.end(calls[-1] if calls else None, output)
+
         before = vars(model).get("__prepare_scriptable__")
         self._undo = [
-            model.register_forward_pre_hook(UncopiedHook(self.enter), with_kwargs=True).remove,
-            model.register_forward_hook(UncopiedHook(self.leave)).remove,
+            model.register_forward_pre_hook(UncopiedHook(enter), with_kwargs=True).remove,
+            model.register_forward_hook(UncopiedHook(leave)).remove,
             lambda: vars(model).pop("__prepare_scriptable__", None),
         ]
         if before is not None:
@@ -156,11 +158,11 @@ class CallRecorder:
             undo()
         self._undo = []
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """The record of this call; None if there is none."""
-        calls = self._opens()
+    def begin(
+        self, calls: list[Call] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_taped: bool
+    ) -> Call | None:
+        """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
         is_recorded = calls is not None and _has_values()
-        is_taped = self._taper is not None and self._taper.may_call()
         if not is_recorded and not is_taped:
             return None
         mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
@@ -169,37 +171,37 @@ class CallRecorder:
             if len(calls) >= _MOST_CALLS:
                 del calls[0]
             calls.append(call)
-        if is_taped and self._taper is not None:
+        if is_taped:
             self._taped.calls.append((call, *self._taper.before_module(args, kwargs)))
         return call
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._save_gradients(output)
-        if self._taped.calls and self._taper is not None:
-            call, given, named, was_on = self._taped.calls.pop()
-            self._taper.go_on(was_on)
-            self._taper.after_module(call, given, named, output)
+    def end(self, call: Call | None, output: Any) -> None:
+        """It has returned ``output``."""
+        if call is not None and _has_values():
+            _save_gradients(call, output)
+        if self._taped.calls:
+            taped, given, named = self._taped.calls.pop()
+            self._taper.after_module(taped, given, named, output)
+            self._taper.go_on(True)
 
     def raised(self) -> None:
         """A call has not returned."""
-        if self._taped.calls and self._taper is not None:
-            self._taper.go_on(self._taped.calls.pop()[-1])
+        if self._taped.calls:
+            self._taped.calls.pop()
+            self._taper.go_on(True)
 
-    def _save_gradients(self, output: Any) -> None:
-        calls = self._opens()
-        if not calls or not _has_values():
-            return
-        call = calls[-1]
-        call.has_returned = True
-        for place, tensor in enumerate(_outputs(output)):
-            call.gradients.append(None)
-            if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
-                call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
-            else:
-                saver = _Saver(call.gradients, place)
-                tensor.register_hook(saver)  # type: ignore[no-untyped-call]
-                call.outputs.append(tensor.detach())
-                call.graph = weakref.ref(saver)
+
+def _save_gradients(call: Call, output: Any) -> None:
+    call.has_returned = True
+    for place, tensor in enumerate(_outputs(output)):
+        call.gradients.append(None)
+        if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
+            call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
+        else:
+            saver = _Saver(call.gradients, place)
+            tensor.register_hook(saver)  # type: ignore[no-untyped-call]
+            call.outputs.append(tensor.detach())
+            call.graph = weakref.ref(saver)
 
 
 class UncopiedHook:

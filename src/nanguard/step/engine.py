@@ -71,7 +71,7 @@ class StepEngine:
         self._left_early = False
         kind = parts.state.device.type
         self._taper = TapeRecorder(self._note_random_states, kind)
-        self._recorder = CallRecorder(self._open_calls, self._note_random_states, kind, self._taper)
+        self._recorder = CallRecorder(self._note_random_states, kind, self._taper)
         self._records_calls = self._is_taping = records_calls
         self.discarded = DiscardedPasses(parts, recovery)
 
@@ -154,7 +154,7 @@ class StepEngine:
         """Wraps the forward pass of the user's own loop. Records what the model is given."""
         if self._records_calls:
             self._records_calls = False
-            self._recorder.listen(self.parts.state.model)
+            self._recorder.listen(self.parts.state.model, self._open_calls)
         pending = self.parts.pending
         if self._is_taping and pending is not None and not self.parts.is_capturing:
             pending.tape = pending.tape or CallTape()

@@ -210,12 +210,9 @@ class TapeRecorder(TorchFunctionMode):
         """Whether ``call`` would add a row."""
         return self._is_on and not self._is_inside and self._thread == threading.get_ident()
 
-    def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """A module that is a row of its own is about to be called: its arguments, and what ``go_on`` is to be given."""
-        if self.tape is None:
-            return args, kwargs, False
-        was_on = self.pause()  # first: while it is on, reading a property of a tensor is a call of ours
-        return self._noted_for_module(args), self._noted_for_module(kwargs), was_on
+    def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
+        return self._noted_for_module(args), self._noted_for_module(kwargs)
 
     def after_module(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         if self.tape is not None and not self._is_inside:
