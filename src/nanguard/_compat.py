@@ -17,72 +17,13 @@ import torch.fx._symbolic_trace as _symbolic_trace
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-foreach_copy_: Any = torch._foreach_copy_
-foreach_mul_: Any = torch._foreach_mul_
-foreach_add_: Any = torch._foreach_add_
-
-flatten: Any = torch._C._nn.flatten_dense_tensors
-"""One flat copy of all elements of a list of strided tensors of one kind, in one call."""
-
-
-def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """Norms accumulated in float64, one 0-dim tensor each. Does not sync."""
-    norms: Sequence[Tensor] = torch._foreach_norm(tensors, order, dtype=torch.float64)  # type: ignore[arg-type]
-    return norms
-
-
-def foreach_norm_as_is(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Norms in the tensors' own dtype."""
-    norms: Sequence[Tensor] = torch._foreach_norm(tensors)  # type: ignore[arg-type]
-    return norms
-
-
-def torch_total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The very norm ``clip_grad_norm_`` clips by. Public since torch 2.7 as ``get_total_norm``. Does not sync."""
-    function: Any = getattr(clip_grad, "_get_total_norm", None) or clip_grad.get_total_norm  # type: ignore[attr-defined]
-    total: Tensor = function(tensors)
-    return total
-
-
-def clip_grad_norm(grads: list[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
-    """Does what ``clip_grad_norm_`` does to gradients of one device and dtype. Returns their norms and that of all.
-
-    The same kernels as torch's, so the same bits, without what it does for gradients of several kinds. Does not sync.
-    """
-    norms, total = norms_of_alike(grads)
-    torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return norms, total
-
-
-def norms_of_alike(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The norms of gradients of one device and dtype, and that of all, as ``clip_grad_norm_`` computes them."""
-    norms = torch.stack(torch._foreach_norm(grads, 2.0))  # type: ignore[arg-type]
-    return norms, torch.linalg.vector_norm(norms, 2.0)
-
-
-def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[int]]]:
-    """Lists of tensors that one kernel can take together, each with the places they had in ``tensors``."""
-    grouped: Any = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    for (members,), indices in grouped.values():
-        yield members, indices
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether ``step()`` reads ``optimizer.found_inf`` on the device and then leaves everything bit-exact."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def raise_if_nonfinite_(flag: Tensor, values: Tensor, one: Tensor) -> None:
-    """Sets ``flag`` to 1 where any of ``values`` is NaN or Inf, in one kernel. Does not sync.
-
-    GradScaler's own check; it divides by a scale too, which is ``one`` here. It knows no bf16.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_([values], flag, one)
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
@@ -101,13 +42,6 @@ def scale_of(scaler: Any) -> Tensor | None:
     """The scale of a GradScaler, on its device; None before its first use. ``get_scale()`` would sync."""
     scale: Tensor | None = getattr(scaler, "_scale", None)
     return scale
-
-
-def update_scale_(
-    scale: Tensor, tracker: Tensor, found_inf: Tensor, *, growth: float, backoff: float, interval: int
-) -> None:
-    """GradScaler's own rule, on the device. Does not sync."""
-    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:

@@ -133,9 +133,7 @@ class ProgramMonitor:
             self.taper.before_evaluation()
         was_taping = self.taper.pause()
         with self._at_work("what a step may change could not be noted"):
-            for hosted in hosted_steps:
-                if root not in hosted.root_identities:
-                    continue
+            for hosted in [each for each in hosted_steps if root in each.root_identities]:
                 if is_training:
                     self._coordinator.before_forward(hosted)
                 else:

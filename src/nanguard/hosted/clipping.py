@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanguard import _compat, _compat_modes
+from nanguard import _compat_kernels, _compat_modes
 from nanguard.hosted.known_norms import KnownIndices, KnownNorms
 from nanguard.numerics.norm import are_alike, tensor_norms
 from nanguard.state.readback import AsyncReadback, PendingCopy
@@ -96,7 +96,7 @@ def clip_to_norm(hosted_steps: Sequence[HostedStep], params: Any, max_norm: Any)
     if not is_ordinary or not are_alike(grads) or grads[0].dtype is not torch.float32:
         return None
     with _compat_modes.unwatched(), _compat_modes.NoGrad():
-        norms, total = _compat.clip_grad_norm(grads, float(max_norm))
+        norms, total = _compat_kernels.clip_grad_norm(grads, float(max_norm))
     known = KnownNorms(grads, norms)
     for hosted in hosted_steps:
         divide = functools.partial(clipped_to_norm, [hosted], params, total, max_norm)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat_kernels
 from nanguard.numerics.norm import ordinary_range, torch_norm
 
 _EPS = 1e-6  # what clip_grad_norm_ adds to the norm
@@ -83,16 +83,16 @@ def like_torch(exact: Tensor, limit: float, grads: Sequence[Tensor], *, alike: b
 def scale_(grads: Sequence[Tensor], factor: Tensor, *, alike: bool = False) -> None:
     """Multiplies all gradients by a 0-dim tensor, in place; ``alike`` as in ``tensor_norms``. Does not sync."""
     if alike:
-        _compat.foreach_mul_(grads, factor.to(grads[0].device, torch.float32))
+        _compat_kernels.foreach_mul_(grads, factor.to(grads[0].device, torch.float32))
         return
     if any(g.layout is not torch.strided for g in grads):
         for g in grads:
             g.mul_(factor.to(g.device, g.dtype))
         return
-    for members, _ in _compat.by_device_and_dtype(grads):
+    for members, _ in _compat_kernels.by_device_and_dtype(grads):
         first = members[0]
         wide = torch.float64 if first.dtype in (torch.float64, torch.complex128) else torch.float32
-        _compat.foreach_mul_(members, factor.to(first.device, wide))
+        _compat_kernels.foreach_mul_(members, factor.to(first.device, wide))
 
 
 def clip_units_(params: Sequence[Tensor], grads: Sequence[Tensor], options: AGC) -> None:

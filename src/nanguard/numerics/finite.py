@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat_kernels
 from nanguard.numerics.norm import tensor_norms
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +27,7 @@ def raise_flag_(flag: Tensor, values: Tensor, one: Tensor | None = None) -> None
 
     ``values`` are float32 or float64. A caller in a hurry passes a 0-dim float32 ``one`` that it keeps.
     """
-    _compat.raise_if_nonfinite_(flag, values, torch.ones_like(flag) if one is None else one)
+    _compat_kernels.raise_if_nonfinite_(flag, values, torch.ones_like(flag) if one is None else one)
 
 
 def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
@@ -37,8 +37,8 @@ def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
     """
     keep = 1 - flag
     bits = [_bits(t if t.layout is torch.strided else t._values()) for t in tensors]
-    for members, _ in _compat.by_device_and_dtype(bits):
-        _compat.foreach_mul_(members, keep.to(members[0].device, members[0].dtype))
+    for members, _ in _compat_kernels.by_device_and_dtype(bits):
+        _compat_kernels.foreach_mul_(members, keep.to(members[0].device, members[0].dtype))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanguard import _compat, _compat_modes
+from nanguard import _compat_kernels, _compat_modes
 
 _MANY = 1 << 16
 _SMALL = {"cpu": 1 << 11, "cuda": 1 << 16}
@@ -51,7 +51,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tens
         return []
     plain = [t if t.layout is torch.strided else t.coalesce().values() for t in tensors]
     norms: list[Tensor] = [plain[0]] * len(plain)
-    for members, places in _compat.by_device_and_dtype(plain):
+    for members, places in _compat_kernels.by_device_and_dtype(plain):
         if members[0].is_complex():
             members = [torch.view_as_real(t.resolve_conj()) for t in members]
         if order != 2.0 or members[0].dtype is not torch.float64:
@@ -89,7 +89,7 @@ class NormWriter:
 
     def _sums(self, small: list[Tensor]) -> Tensor:
         """The sum of the squares of each."""
-        squares = _compat.flatten(small).double().square_()
+        squares = _compat_kernels.flatten(small).double().square_()
         return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
 
     def _sort(self, tensors: list[Tensor]) -> bool:
@@ -121,7 +121,7 @@ def joint_norm(tensors: Sequence[Tensor]) -> float:
     if not members:
         return 0.0
     if sum([t.numel() for t in members]) < _MANY:
-        return float(torch.linalg.vector_norm(_compat.flatten(members), dtype=torch.float64))
+        return float(torch.linalg.vector_norm(_compat_kernels.flatten(members), dtype=torch.float64))
     return math.hypot(*torch.stack(list(_norms(members, 2.0))).tolist())
 
 
@@ -134,7 +134,7 @@ def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *,
     if not alike:
         norms.copy_(torch.stack([_norm_of_float64(group) for group in groups]))
     elif len(groups) > 4:
-        norms.copy_(torch.stack(list(_compat.foreach_norm(groups, 2.0))))
+        norms.copy_(torch.stack(list(_compat_kernels.foreach_norm(groups, 2.0))))
     else:
         for norm, group in zip(each, groups, strict=True):  # a kernel each is quicker for a few
             torch.linalg.vector_norm(group, out=norm)
@@ -147,11 +147,11 @@ def torch_norm(tensors: Sequence[Tensor], *, alike: bool = False) -> Tensor | No
     0.4%) or where there is nothing to compute. Does not sync. It takes less time if tensors are known to be ``alike``.
     """
     if alike:
-        return _compat.norms_of_alike(tensors)[1] if tensors and tensors[0].dtype is torch.float32 else None
+        return _compat_kernels.norms_of_alike(tensors)[1] if tensors and tensors[0].dtype is torch.float32 else None
     dtypes = {t.dtype for t in tensors}
     if dtypes not in ({torch.float32}, {torch.float64}) or any(t.layout is not torch.strided for t in tensors):
         return None
-    return _compat.torch_total_norm(tensors)
+    return _compat_kernels.torch_total_norm(tensors)
 
 
 @functools.cache
@@ -168,18 +168,19 @@ def _norms(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
         return _norms_on_cpu(tensors)
     if order == math.inf and any(t.numel() == 0 for t in tensors):  # torch has no maximum of nothing
         return [
-            _compat.foreach_norm([t], order)[0] if t.numel() else t.new_zeros((), dtype=torch.float64) for t in tensors
+            _compat_kernels.foreach_norm([t], order)[0] if t.numel() else t.new_zeros((), dtype=torch.float64)
+            for t in tensors
         ]
-    return _compat.foreach_norm(tensors, order)
+    return _compat_kernels.foreach_norm(tensors, order)
 
 
 def _norms_on_cpu(tensors: list[Tensor]) -> Sequence[Tensor]:
     """In fp32, which a CPU sums some twenty times as fast, and in float64 where its squares may have left it."""
     low, high = ordinary_range(torch.float32)
-    quick = torch.stack(list(_compat.foreach_norm_as_is(tensors))).double()
+    quick = torch.stack(list(_compat_kernels.foreach_norm_as_is(tensors))).double()
     norms = list(quick.unbind())
     doubtful = [place for place, norm in enumerate(quick.tolist()) if not low < norm < high]
-    exact = _compat.foreach_norm([tensors[place] for place in doubtful], 2.0) if doubtful else ()
+    exact = _compat_kernels.foreach_norm([tensors[place] for place in doubtful], 2.0) if doubtful else ()
     for place, norm in zip(doubtful, exact, strict=True):
         norms[place] = norm
     return norms

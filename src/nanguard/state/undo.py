@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat
+from nanguard import _compat, _compat_kernels
 from nanguard.state.names import plain_name
 
 Key = tuple[int, str]
@@ -135,9 +135,9 @@ class _Bank:
     def _copy_to_(self, flat: Tensor, views: list[Tensor]) -> None:
         """A GPU copies them all by one kernel. A CPU copies one by one, and joins them faster."""
         if flat.device.type == "cpu":
-            flat.copy_(_compat.flatten(self._known))
+            flat.copy_(_compat_kernels.flatten(self._known))
         else:
-            _compat.foreach_copy_(views, self._known)
+            _compat_kernels.foreach_copy_(views, self._known)
 
     def undo_where_(self, bad: Tensor) -> None:
         if not self.unchanged():
@@ -146,7 +146,7 @@ class _Bank:
             return
         self._copy_to_(self._now, self._now_views)
         torch.where(bad, self._saved, self._now, out=self._now)
-        _compat.foreach_copy_(self._known, self._now_views)
+        _compat_kernels.foreach_copy_(self._known, self._now_views)
 
     def find_spoiled_(self, modules: Tensor) -> None:
         """Sets the flags of the modules that have a tensor here with a new non-finite element."""
@@ -159,7 +159,7 @@ class _Bank:
         self._copy_to_(self._now, self._now_views)
         torch.where(bad, self._saved, self._now, out=self._now)
         # By .data, or torch would raise in the backward pass of a loss that needs one of them.
-        _compat.foreach_copy_([tensor.data for tensor in self._known], self._now_views)
+        _compat_kernels.foreach_copy_([tensor.data for tensor in self._known], self._now_views)
 
     def peaks(self) -> Tensor:
         """The largest absolute value of each tensor, over the elements that were finite before the step."""
@@ -169,7 +169,7 @@ class _Bank:
 
     def is_finite(self) -> bool:
         """Whether they are the same tensors as when they were noted, and hold no NaN or Inf. Syncs."""
-        return self.unchanged() and math.isfinite(torch.linalg.vector_norm(_compat.flatten(self._known)).item())
+        return self.unchanged() and math.isfinite(torch.linalg.vector_norm(_compat_kernels.flatten(self._known)).item())
 
 
 class Undo:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat
+from nanguard import _compat_kernels
 from nanguard.numerics.finite import nonfinite, zero_if_
 from nanguard.state.undo import Undo
 
@@ -55,6 +55,6 @@ class MicrobatchFilter:
                 added.append(param.grad)
                 param.grad = so_far
         if sums:
-            _compat.foreach_add_(sums, added)
+            _compat_kernels.foreach_add_(sums, added)
         self._aside = []
         return flag

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanguard import _compat
+from nanguard import _compat_kernels
 from nanguard.numerics import clip
 
 _DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -174,7 +174,7 @@ class Scaler:
         """Grows or backs off by ``bad`` (0 or 1); if ``frozen`` is 1 nothing changes."""
         before = (self.scale.clone(), self._tracker.clone()) if frozen is not None else None
         rule = self.options
-        _compat.update_scale_(
+        _compat_kernels.update_scale_(
             self.scale, self._tracker, bad, growth=rule.growth, backoff=rule.backoff, interval=rule.interval
         )
         self.scale.clamp_(min=self.floor)

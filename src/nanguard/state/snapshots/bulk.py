@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat
+from nanguard import _compat_kernels
 
 _ALONE = 32 << 20
 """From this size on a memcpy of its own is quicker, within a device, than a share in a kernel for many."""
@@ -33,7 +33,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         else:
             _copy(to, source)
     for members in together.values():
-        _compat.foreach_copy_(*members)
+        _compat_kernels.foreach_copy_(*members)
 
 
 def _goes_together(to: Tensor, source: Tensor) -> bool:
