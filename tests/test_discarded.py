@@ -17,6 +17,7 @@ from nanguard import Guard
 from nanguard.records.steps import Incident
 from nanguard.state.readback import PendingCopy
 from nanguard.state.undo import Undo
+from nanguard.step.discarded import _LEFT_OUT, _NOT_USED
 
 Batches = list[tuple[Tensor, Tensor]]
 FUSED = {"eager": False, "late": True}
@@ -57,7 +58,7 @@ def without(batches: Batches, *places: int) -> Batches:
 
 def assert_none_was_refused(incidents: Sequence[Incident]) -> None:
     """What the program leaves out itself is explained; the steps that it makes are all let through."""
-    left_out = {"the program left this batch out itself", "the program ended before its optimizer stepped"}
+    left_out = {_LEFT_OUT, _NOT_USED, "the program ended before its optimizer stepped"}
     assert {incident.outcome.did for incident in incidents} <= left_out
 
 
@@ -308,7 +309,7 @@ def test_a_batch_that_is_left_out_is_explained(sync: Any, how: str) -> None:
     else:
         guard, _ = own_loop(batches, sync=sync, in_epoch=True)
         incidents = guard.incidents
-    assert [incident.outcome.did for incident in incidents] == ["the program left this batch out itself"] * 3
+    assert [incident.outcome.did for incident in incidents] == [_NOT_USED] * 3
     first = incidents[0].diagnosis
     assert first is not None
     assert (first.cause, first.op) == ("input_nonfinite", "addmm")
@@ -318,7 +319,7 @@ def test_a_device_that_has_not_answered_is_asked_at_the_end(monkeypatch: pytest.
     monkeypatch.setattr(PendingCopy, "has_arrived", lambda copy: False)
     guard, _ = own_loop(poisoned(make_batches(4), 1), sync="late")
     (incident,) = guard.incidents
-    assert incident.outcome.did == "the program left this batch out itself"
+    assert incident.outcome.did == _NOT_USED
     assert guard.counts["applied"] == 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -92,8 +93,7 @@ def _of_program(error: BaseException) -> TracebackType | None:
     while trace is not None:
         lines.append(trace)
         trace = trace.tb_next
-    has_failed = bool(lines) and _is_ours(lines[-1]) and lines[-1].tb_frame.f_code.co_filename != __file__
-    if has_failed and not isinstance(error, NanguardError):  # this file compiles the program, which may raise
+    if lines and _has_failed(lines[-1]) and not isinstance(error, NanguardError):
         return error.__traceback__
     kept: list[TracebackType] = []
     for line in lines:
@@ -105,6 +105,18 @@ def _of_program(error: BaseException) -> TracebackType | None:
     for line in reversed(kept):
         rest = TracebackType(rest, line.tb_frame, line.tb_lasti, line.tb_lineno)
     return rest
+
+
+def _has_failed(last: TracebackType) -> bool:
+    """Whether an error came from our code: not from the program, which is compiled here, nor from a call of torch.
+
+    While calls are noted, those of compiled functions of torch are made in our code, and have no frame of their own.
+    """
+    code = last.tb_frame.f_code
+    if not _is_ours(last) or code.co_filename == __file__:
+        return False
+    is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
+    return not (is_mode and "func(*args" in linecache.getline(code.co_filename, last.tb_lineno))
 
 
 def _torch_overrides() -> str:

@@ -199,8 +199,7 @@ class ProgramMonitor:
 
     def _examine_trace(self, loss: Tensor) -> None:
         """While the gradients are there."""
-        live = self._tracer.live
-        if live is None:
+        if (live := self._tracer.live) is None:
             return
         with self._at_work("the trace of a step could not be examined"):
             if self._manual is not None and self._manual.hosted is not None:
@@ -370,6 +369,8 @@ class ProgramMonitor:
     def end(self, error: BaseException | None) -> None:
         """The program ends now, because of ``error`` if there is one, maybe in the middle of a step that is bad."""
         if not self.is_idle and self.children.is_parent:
+            if self.taper.has_raised:
+                self.guard_new_optimizers()
             self._tracer.stop()
             with self._at_work("the last pass could not be examined"), _compat_modes.unwatched():
                 self._coordinator.end(error, self.taper)

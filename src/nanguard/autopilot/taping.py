@@ -31,6 +31,11 @@ class ProgramTape(TapeRecorder):
         if self._is_wanted:
             self.begin(coordinator.tape_to_write(), keeps_older=not is_alone)
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether a torch call outside modules has raised, and was given NaN or Inf."""
+        return self.tape is not None and self.tape.raised is not None
+
     def before_call(self) -> None:
         """The model is about to be called to train. What cannot be made again of what came before counts as data."""
         tape = self.tape

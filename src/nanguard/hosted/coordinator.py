@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import FetchedBatch
-from nanguard.step.tape import CallTape
+from nanguard.step.tape import CallTape, Outside, Row
 from nanguard.step.tape_recorder import TapeRecorder
 
 _FEW = 8
 _MOST_LOSSES = 256
 _MOST_FETCHED = 64
+_MOST_REFUSED = 16
 
 
 class StepCoordinator:
@@ -37,6 +39,8 @@ class StepCoordinator:
         self.next_tape: CallTape | None = None
         """For the next iteration, if its first torch calls are made before it begins."""
         self._fetched_next: list[FetchedBatch] = []
+        self._losses_before: list[Tensor] = []
+        self._refused_losses: deque[Tensor] = deque(maxlen=_MOST_REFUSED)
 
     def _new_iteration(self, **noted: Any) -> Iteration:
         return Iteration(**noted, num_cleared=0 if self.hears_of_clearing else None)
@@ -47,6 +51,9 @@ class StepCoordinator:
             together = frozenset(map(id, self.iteration.stepped))
             for hosted in self.iteration.stepped:
                 hosted.stepped_together = together
+            self._losses_before = self.iteration.losses
+            if self.iteration.refused:
+                self._refused_losses += self.iteration.losses
             ahead = [batch for batch in self.iteration.fetched[-_FEW:] if batch.is_ahead]  # not used yet
             self.iteration = self._new_iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
             self.next_tape, self._fetched_next = None, []
@@ -157,9 +164,25 @@ class StepCoordinator:
 
     def end(self, error: BaseException | None, taper: TapeRecorder) -> None:
         """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
+        if error is not None and self.next_tape is not None:
+            self.begin_iteration()
         this, self.iteration = self.iteration, self._new_iteration()
-        if not this.stepped and this.noted:
-            this.noted[0].end(this, error, taper)
+        if this.stepped:
+            return
+        hosted = this.noted[0] if this.noted else None if error is None else self._trained_by(this.tape)
+        if hosted is not None:
+            hosted.end(this, error, taper, [*self._losses_before, *self._refused_losses])
+
+    def _trained_by(self, tape: CallTape) -> HostedStep | None:
+        """The one whose parameters are used without a module; of several, the one that has stepped least."""
+        given = [token for raw in tape.rows.values() for token in Row(*raw).tokens]
+        used = {id(token.tensor) for token in given if isinstance(token, Outside)}
+        users = [
+            hosted
+            for hosted in self._hosted_steps()
+            if any(id(param) in used for group in hosted.skippable.groups() for param in group)
+        ]
+        return min(users, key=lambda hosted: hosted.parts.num_steps, default=None)
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import torch
 from torch import Tensor
 
+from nanguard import _compat
 from nanguard.diagnosis.graph_probe import examine_graph
 from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
@@ -17,14 +18,16 @@ from nanguard.step.tape import CallTape, Made, TapedLoss, is_readable
 from nanguard.step.tape_recorder import TapeRecorder
 
 
-def last_loss(error: BaseException | None) -> tuple[Tensor, Place] | None:
+def last_loss(error: BaseException | None, before: Sequence[Tensor] = ()) -> tuple[Tensor, Place] | None:
     """The innermost non-finite loss among the variables of the functions that ``error`` has passed, and its line.
 
-    Only for an error that ends the program: reading variables may keep them alive. Syncs.
+    Those of earlier steps do not count. Only for an error that ends the program: reading variables may keep them
+    alive. Syncs.
     """
+    known = {_compat.storage_key(loss) for loss in before}
     for frame, line in reversed(list(_passed(error))):
         for value in list(frame.f_locals.values()):
-            if _is_bad_loss(value):
+            if _is_bad_loss(value) and _compat.storage_key(value) not in known:
                 return value, (frame.f_code.co_filename, line, frame.f_code.co_name)
     return None
 
@@ -35,12 +38,13 @@ def end_in_the_middle(
     discarded: DiscardedPasses,
     error: BaseException | None,
     taper: TapeRecorder,
+    before: Sequence[Tensor] = (),
 ) -> None:
     """The program ends before the step of this iteration: it is examined if it is not finite. Syncs."""
     pending.live, pending.graph_finding = this.live, this.graph_finding
     pending.last_seen, pending.microbatches = list(this.batches) or None, list(this.reruns)
     losses = list(this.losses)
-    seen = None if losses or isinstance(error, KeyboardInterrupt) else last_loss(error)
+    seen = None if losses or isinstance(error, KeyboardInterrupt) else last_loss(error, before)
     if seen is not None:
         losses.append(seen[0].detach().reshape(()))
         pending.graph_finding = examine_graph([seen[0]], seen[1])

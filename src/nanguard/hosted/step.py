@@ -212,12 +212,12 @@ class HostedStep(UncheckedSteps):
         """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
         self.engine.look_for_discarded(self._pending(), this.calls, is_part=len(this.losses) > 1)
 
-    def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder) -> None:
-        """The host ends in the middle of this step, because of ``error`` if there is one. Syncs."""
+    def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder, before: Sequence[Tensor]) -> None:
+        """The host ends in the middle of this step, maybe because of ``error``. ``before``: older losses. Syncs."""
         pending = self._pending()  # first: to settle ends it, and its buffers are noted
         self.engine.settle()
         self.forbid_tracing()
-        end_in_the_middle(pending, this, self.engine.discarded, error, taper)
+        end_in_the_middle(pending, this, self.engine.discarded, error, taper, before)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""

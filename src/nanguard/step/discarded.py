@@ -30,6 +30,7 @@ _OF_ANOMALY_MODE = "returned nan values in its"
 """How ``detect_anomaly`` puts it. It raises before the gradient has reached anything that can be looked at."""
 
 _LEFT_OUT = "the program left this batch out itself"
+_NOT_USED = "the program left this batch out itself, or only looked at the output"
 _LONGEST = 160
 
 _MOST_IN_VAIN = 3
@@ -64,7 +65,7 @@ class DiscardedPasses:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
         for call in bad:
-            self._examine(pending, [call], ("output",), math.nan, _LEFT_OUT, is_part=is_part)
+            self._examine(pending, [call], ("output",), math.nan, _NOT_USED, is_part=is_part)
 
     def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
         """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
@@ -90,7 +91,7 @@ class DiscardedPasses:
     def _hear(self) -> None:
         answer, noted, call = self._asked.popleft()
         if any(answer.read()):
-            self._examine(noted, [call], ("output",), math.nan, _LEFT_OUT, is_part=True)
+            self._examine(noted, [call], ("output",), math.nan, _NOT_USED, is_part=True)
 
     def left_out(self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], *, is_part: bool) -> None:
         """The program has called ``backward()`` on ``losses``, some of them bad, and cleared the gradients itself."""
@@ -103,7 +104,8 @@ class DiscardedPasses:
         self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
     ) -> None:
         """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one."""
-        if isinstance(error, KeyboardInterrupt) or not (calls or losses):
+        has_raised = pending.tape is not None and pending.tape.raised is not None
+        if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised):
             return
         found, loss = self._found(calls, losses, error, pending.tape)
         if found:
