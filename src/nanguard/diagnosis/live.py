@@ -15,7 +15,7 @@ from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.watched import WatchedRun, introduce
+from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_others
 from nanguard.source.modules import Modules
 from nanguard.state.trees import named_tensors
 from nanguard.step.parts import StepParts
@@ -73,7 +73,10 @@ class Live:
         try:
             trace = Trace(Modules(self._parts.state.own_model, self._parts.other_networks()))
             introduce(trace, self._parts.state)
+            others = introduce_others(trace, self._parts.state, self._parts.other_states())
             for name, tensor in named_tensors(batch, "batch"):
+                if id(tensor) in others:
+                    continue
                 trace.know(name, tensor, BATCH)
             self._run = WatchedRun(trace)
         except Exception:

@@ -18,7 +18,7 @@ from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
 from nanguard.diagnosis.taped import TapedRun
 from nanguard.diagnosis.trace import Trace
-from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_states, tensors_by_kind
+from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_others, introduce_states, tensors_by_kind
 from nanguard.source.frames import runs_user_code
 from nanguard.source.modules import Modules
 from nanguard.state.batches import filled, take
@@ -96,8 +96,9 @@ class Replay:
 
     def _introduce(self, trace: Trace) -> None:
         introduce(trace, self._state)
+        others = introduce_others(trace, self._state, self.parts.other_states())
         for name, tensor in self._data.items():
-            if not isinstance(tensor, torch.nn.Parameter):
+            if not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in others:
                 trace.know(name, tensor, BATCH, watched=True)
 
     def _sharing(self, tensor: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.diagnosis.look import look
+from nanguard.source.arguments import element_names
 from nanguard.source.frames import standing_in
 from nanguard.state.trees import mapped
 from nanguard.step.calls import cut_off, with_gradient
@@ -170,12 +171,13 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
         names = row.argument_names
         for place, argument in enumerate(given):
             inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
+            name = (names[place] if place < len(names) else "") or f"{row.name}, argument {place}"
+            each = [name] if len(inside) == 1 else element_names(name, len(inside))
             for number, token in enumerate(inside):
                 if not isinstance(token, Outside) or id(token.tensor) in trained:
                     continue
-                name = (names[place] if place < len(names) else "") or f"{row.name}, argument {place}"
                 if not isinstance(token.tensor, nn.Parameter):
-                    yield token.tensor, name if len(inside) == 1 else f"{name}, {number}"
+                    yield token.tensor, each[number] if each else f"{name}, {number}"
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from nanguard.diagnosis.look import look
-from nanguard.diagnosis.provenance import BUFFER, PARAMETER, STATE, Note, TraceEvent
+from nanguard.diagnosis.provenance import BUFFER, OTHER, PARAMETER, STATE, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.source.frames import Place
 from nanguard.state.nonfinite import nonfinite_names
@@ -84,6 +84,19 @@ def introduce(trace: Trace, state: TrainingState) -> None:
     for name, tensor in state.parameters().items():
         trace.know(f"parameter {name}", tensor, PARAMETER, watched=True, owner=name)
     introduce_states(trace, state)
+
+
+def introduce_others(trace: Trace, state: TrainingState, others: Iterable[TrainingState]) -> set[int]:
+    """Names what other optimizers train, which a step may use. Returns the identities of these tensors."""
+    own = {id(tensor) for tensor in (*state.parameters().values(), *state.buffers().values())}
+    found: set[int] = set()
+    for other in others:
+        for kind, tensors in (("parameter", other.parameters()), ("buffer", other.buffers())):
+            for name, tensor in tensors.items():
+                if id(tensor) not in own | found:
+                    found.add(id(tensor))
+                    trace.know(f"foreign {kind} {name}", tensor, OTHER)
+    return found
 
 
 def introduce_states(trace: Trace, state: TrainingState) -> None:

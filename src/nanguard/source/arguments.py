@@ -25,6 +25,16 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     return [name if len(name) <= _LONGEST else "" for name in names] if len(names) == num else []
 
 
+def element_names(text: str, num: int) -> list[str]:
+    """The source text of the ``num`` elements of a list or tuple in the source code. Empty if it is none."""
+    try:
+        node = ast.parse(text, mode="eval").body if text.startswith(("[", "(")) else None
+    except SyntaxError:
+        return []
+    elements = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+    return [ast.unparse(each) for each in elements] if len(elements) == num else []
+
+
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
