@@ -1086,7 +1086,7 @@ def a_huge_rate(params):
     return torch.optim.ASGD(params, lr=1e38)  # guilty
 
 
-@in_optimizer("overflow_any_precision", "add", "exceeds 3.4e38", [[1, 2, 3, 400]], optimizer=a_huge_rate)
+@in_optimizer("learning_rate_too_high", "add", "lr=1e+38", [[1, 2, 3, 400]], optimizer=a_huge_rate)
 def an_optimizer_that_overflows(h):
     return h
 

@@ -29,13 +29,18 @@ Rows = tuple[int, int, int]
 """The first and last bad row of a tensor, and how many rows it has."""
 
 
-def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = ()) -> Source | None:
-    """The line that makes an object of a class: ``torch.optim.Adam(...)``. Of several, the one with most keywords."""
-    best: tuple[int, Source] | None = None
-    for file, node in ProgramSource(tuple(files)).nodes(ast.Call):
+def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = (), *, name: str = "") -> Source | None:
+    """The line that makes an object of a class: ``torch.optim.Adam(...)``.
+
+    Of several, the one that is stored under this name, or else the one with most keywords.
+    """
+    best: tuple[tuple[bool, int], Source] | None = None
+    program = ProgramSource(tuple(files))
+    named = {id(node.value) for _, node in program.nodes(ast.Assign) if name in stored_names(node)} if name else set()
+    for file, node in program.nodes(ast.Call):
         if last_name(node.func) == kind:
             said = {keyword.arg for keyword in node.keywords}
-            score = sum(keyword in said for keyword in keywords)
+            score = id(node) in named, sum(keyword in said for keyword in keywords)
             if best is None or score > best[0]:
                 best = score, source_of_node(file, node)
     return None if best is None else best[1]

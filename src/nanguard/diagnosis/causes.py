@@ -247,7 +247,7 @@ _FOUND_ELSEWHERE = (
     CauseRow(
         name="parameter_corrupted",
         title="corrupted parameter",
-        fix="find what wrote to this parameter (initialisation, checkpoint, weight surgery)",
+        fix="find what wrote to this parameter: an update (learning rate), initialisation, checkpoint, weight surgery",
         helps=("fix_code",),
     ),
     CauseRow(

@@ -32,8 +32,11 @@ _GREW, _ROSE = 8.0, 50.0
 _ABSURD, _SANE = 1e12, 1e4
 """Training does not make one parameter larger than the first while most others are below the second."""
 
-_FIRST_STEPS, _JUMPED = 3, 1000.0
-"""If parameters grow by this factor within so few steps from the start, the learning rate is to blame."""
+_FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE = 3, 1000.0, 100.0
+"""If parameters grow by this factor within so few steps from the start, the learning rate is to blame.
+
+The smaller factor is enough if the learning rate is 1 or more.
+"""
 
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
@@ -96,7 +99,14 @@ class Jump:
 
     @property
     def growth(self) -> float:
+        """The factor."""
         return self.now / (max(self.then, 1e-3) if self.then else 1.0)  # what begins with 0, as biases do, has no size
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate of its optimizer."""
+        groups = self.state.optimizer_of(self.name).param_groups
+        return max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
 
 
 def _jump(exam: Exam) -> Jump | None:
@@ -111,14 +121,15 @@ def _jump(exam: Exam) -> Jump | None:
         for name, parameter in parts.state.parameters().items():
             then, now = before.get(name, math.nan), largest(parameter.detach())
             jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm)
-            if jump.growth >= _JUMPED and (best is None or jump.growth > best.growth):
+            if jump.growth >= (_JUMPED if jump.rate < 1 else _JUMPED_BY_RATE) and (
+                best is None or jump.growth > best.growth
+            ):
                 best = jump
     return best
 
 
 def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:
-    optimizer, num = jump.state.optimizer_of(jump.name), jump.num
-    rate = max((float(group.get("lr", 0.0)) for group in optimizer.param_groups), default=0.0)
+    optimizer, num, rate = jump.state.optimizer_of(jump.name), jump.num, jump.rate
     if rate < 1 and jump.first_norm > _LARGEST_NORM:
         return diagnosis
     because = f"{jump.name} grew from {jump.then:.3g} to {jump.now:.3g} in {counted(num, 'step')}"

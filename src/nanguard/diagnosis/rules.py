@@ -227,6 +227,8 @@ def divide(case: Case) -> Found:
         return "div_by_zero", f"{number(dividend)} / 0"
     if not case.is_birth or dividend is None or not math.isfinite(divisor):
         return None
+    if case.op == "addcdiv" and abs(dividend / divisor) <= (65504.0 if case.dtype == "float16" else 3.4e38):
+        return None  # not the quotient is too large, but its factor
     if abs(divisor) < 1e-4 and case.evidence.finite_in != "fp32":
         if is_norm_of(source, over) or is_norm(source):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
@@ -314,7 +316,7 @@ def statistic(case: Case) -> Found:
     if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
         return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"
     if count == 0:
-        return "zero_over_zero", f"{case.op} over nothing: every element was left out"
+        return "zero_over_zero", f"{case.op} over nothing: the tensor has no elements"
     return None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,9 +15,15 @@ from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
-from nanguard.diagnosis.rules import Case
+from nanguard.diagnosis.rules import Case, reach
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
+from nanguard.state.training_state import TrainingState
+
+_ABSURD_RATE = 1e3
+"""No training has such a learning rate, whatever the optimizer."""
+
+_LEAVES_RANGE = frozenset(("div_by_zero", "overflow_any_precision", "overflow_fp16", "unknown"))
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
@@ -52,10 +60,17 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
     diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event)}")
+    state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
+    if kind == "foreign":
+        kind, _, name = name.partition(" ")
+        trained = [each for each in exam.parts.other_parts() if name in each.state.parameters() | each.state.buffers()]
+        state, num_applied = trained[0].state, trained[0].journal.counts["applied"]
+        whose = ", which another optimizer trains,"
     if kind == "parameter":
-        return _of_parameter(exam, diagnosis, name)
+        found = _of_parameter(exam, diagnosis, state, name, whose, is_trained=num_applied > 0)
+        return _by_learning_rate(found, state, name) if num_applied else found
     if kind == "buffer":
-        owner, line = _set_at(exam, name)
+        owner, line = _set_at(exam, state, name)
         because = f"buffer {name} holds NaN or Inf before the step"
         return replace(
             diagnosis,
@@ -113,15 +128,21 @@ def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
     return finding.chain[1].note if len(finding.chain) > 1 else None
 
 
-def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
-    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory."""
-    bad = ~torch.isfinite(exam.parts.state.parameters()[name].detach())
+def _of_parameter(
+    exam: Exam, diagnosis: Diagnosis, state: TrainingState, name: str, whose: str, *, is_trained: bool
+) -> Diagnosis:
+    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory.
+
+    ``is_trained``: it has been updated, so it was finite at first.
+    """
+    bad = ~torch.isfinite(state.parameters()[name].detach())
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.ndim else bad.new_zeros(0, dtype=torch.long)
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
     whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
-    owner, line = _set_at(exam, name, span)
+    owner, line = _set_at(exam, state, name, span)
     text = "" if line is None else line.text
-    is_garbage = "empty" in text or "memory" in text or (bad.ndim > 1 and not whole_rows and int(bad.sum()) > 1)
+    is_scattered = bad.ndim > 1 and not whole_rows and int(bad.sum()) > 1
+    is_garbage = "empty" in text or "memory" in text or (is_scattered and not is_trained)
     share = f"{int(bad.sum()):,} of {bad.numel():,} elements" + (", whole rows" if whole_rows else "")
     return replace(
         diagnosis,
@@ -130,16 +151,31 @@ def _of_parameter(exam: Exam, diagnosis: Diagnosis, name: str) -> Diagnosis:
         module=owner,
         source=line or diagnosis.source,
         is_line_traced=line is None,
-        because=f"parameter {name} was non-finite before the step: {share}",
+        because=f"parameter {name}{whose} was non-finite before the step: {share}",
         samples=(),
         evidence=(),
         confidence="likely",
     )
 
 
+def _by_learning_rate(diagnosis: Diagnosis, state: TrainingState, name: str) -> Diagnosis:
+    """The same, or that an absurd learning rate is to blame for what updates have made of a parameter."""
+    optimizer = state.optimizer_of(name)
+    rate = absurd_rate(group.get("lr", 0.0) for group in optimizer.param_groups)
+    if rate is None or diagnosis.cause != "parameter_corrupted":
+        return diagnosis
+    because = f"{diagnosis.because}; {type(optimizer).__name__} trains it with lr={rate:g}"
+    return replace(diagnosis, cause="learning_rate_too_high", because=because)
+
+
+def absurd_rate(rates: Iterable[Any]) -> float | None:
+    """The first of these learning rates that no training is made with, None if there is none."""
+    return next((float(rate) for rate in rates if _ABSURD_RATE <= float(rate) < math.inf), None)
+
+
 def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
     """A finite parameter that is far larger than initialisation or training can make it."""
-    owner, line = _set_at(exam, name)
+    owner, line = _set_at(exam, exam.parts.state, name)
     because = f"parameter {name} holds values of {size:.3g}, and no training has made them"
     return Diagnosis(
         phase="parameter",
@@ -152,10 +188,12 @@ def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
     )
 
 
-def _set_at(exam: Exam, name: str, rows: tuple[int, int, int] | None = None) -> tuple[str, Source | None]:
+def _set_at(
+    exam: Exam, state: TrainingState, name: str, rows: tuple[int, int, int] | None = None
+) -> tuple[str, Source | None]:
     """The module of a parameter or buffer, and the line that sets it, None if not found."""
     owner, _, attribute = name.rpartition(".")
-    module = exam.parts.state.module(owner)
+    module = state.module(owner)
     line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
     return owner, line
 
@@ -219,11 +257,18 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
         cause, because = "optimizer_eps_underflow", f"{because}, since its eps is 0"
     if rate is not None:
         cause, because = "zero_over_zero" if math.isnan(rate) else "div_by_zero", f"the learning rate is {rate}"
+    if cause == "overflow_any_precision" and note.op == "addcmul":
+        largest = max((reach(operand) for operand in event.evidence.operands), default=math.inf)
+        cause, because = "gradient_explosion", f"the square of {largest:.3g} exceeds 3.4e38, where fp32 ends"
+    absurd = absurd_rate(group.get("lr", 0.0) for group in optimizer.param_groups)
+    if absurd is not None and cause in _LEAVES_RANGE:
+        cause, because = "learning_rate_too_high", f"lr={absurd:g}"
     if line is not None:
         source, evidence = line, (f"the program sets it itself, at {line}",)
     elif note.place is None or note.place[0] not in user_files([type(optimizer)]):  # inside torch.optim
         options = [key for key, value in optimizer.defaults.items() if value]
-        made = authorship.line_that_makes(kind, exam.files(optimizer), options)
+        called = exam.parts.network.rpartition("trained by ")[2].rpartition(".")[2]
+        made = authorship.line_that_makes(kind, exam.files(optimizer), options, name=called)
         source, is_traced = made or source, made is None
         evidence = (f"it runs inside {kind}.step, of an optimizer made at {source}",)
     return Diagnosis(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
+from nanguard.diagnosis.state_faults import absurd_rate
 from nanguard.diagnosis.taped import repeatable
 from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.incidents.tape_writer import RepeatableTape
@@ -107,13 +108,18 @@ def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
     names = listed(reading.damaged)
     last = reading.step - 1
     because = f"{names} became non-finite after step {last:,}: by its update, or by the program"
-    rates = [rate for each in past.readings if each.step == last for rate in each.lrs if rate is not None]
-    rate = next((rate for rate in rates if not math.isfinite(rate)), None)
+    known = [each.lrs for each in past.readings if each.step <= last and each.lrs]
+    rates = [rate for rate in known[-1] if rate is not None] if known else []
+    rate, cause = next((rate for rate in rates if not math.isfinite(rate)), None), "parameter_corrupted"
     if rate is not None:
+        cause = "nonfinite_constant"
         because = f"the learning rate of step {last:,} was {rate}, and its update made {names} non-finite"
+    elif (absurd := absurd_rate(rates)) is not None:
+        cause = "learning_rate_too_high"
+        because = f"{names} became non-finite after step {last:,}, which had a learning rate of {absurd:g}"
     damaged = replace(
         diagnosis,
-        cause="parameter_corrupted" if rate is None else "nonfinite_constant",
+        cause=cause,
         source=None,
         op="",
         batch=None if reading.batch is None else max(0, reading.batch - 1),

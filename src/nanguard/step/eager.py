@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanguard.records.steps import APPLY, Action, Means, Outcome, Verdict
+from nanguard.records.steps import APPLY, Action, Means, Outcome, Reading, Verdict
 from nanguard.state.training_modes import TrainingModes
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
@@ -78,7 +78,7 @@ class Eager:
         parts = self._parts
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
-        if self._step_is_spoiled():
+        if self._step_is_spoiled(verdict.reading):
             reading = replace(verdict.reading, found=("update",))
             self._refuse(pending, replace(verdict, kind="nonfinite", reading=reading))
             return
@@ -91,9 +91,9 @@ class Eager:
         self._unwatched.append((pending, verdict))
         parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
 
-    def _step_is_spoiled(self) -> bool:
+    def _step_is_spoiled(self, reading: Reading) -> bool:
         """Steps. True if the update was looked at, and taken back."""
-        if not self._parts.is_careful:
+        if not self._parts.is_careful_with(reading):
             self._parts.skippable.step()
             return False
         with self._parts.looking_at_update() as spoiled:

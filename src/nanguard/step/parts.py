@@ -41,6 +41,9 @@ log = logging.getLogger("nanguard")
 
 _CAREFUL_STEPS = 1000
 
+_HUGE_NORM = 1e18
+"""Squares of gradients beyond this, times their number, may leave fp32."""
+
 
 def _fp32_fix(modules: Sequence[str]) -> str:
     """In a loop with a ``Guard``; the whole model if there are no modules."""
@@ -88,7 +91,11 @@ class StepParts:
 
     def other_networks(self) -> list[nn.Module]:
         """Networks that other optimizers train."""
-        return [each.state.own_model for each in self.other_parts()]
+        return [each.own_model for each in self.other_states()]
+
+    def other_states(self) -> list[TrainingState]:
+        """What other optimizers train."""
+        return [each.state for each in self.other_parts()]
 
     def parameters_of_all(self) -> list[Tensor]:
         """Of this network and of those that other optimizers train."""
@@ -99,6 +106,17 @@ class StepParts:
     def is_careful(self) -> bool:
         """Whether each update is looked at, and taken back where it is not finite: one sync and a copy a step."""
         return self.num_steps <= self.careful_until and not self.is_capturing
+
+    def is_careful_with(self, reading: Reading) -> bool:
+        """Whether the update of this step is looked at.
+
+        Also if its gradients are so large that their squares leave fp32: a second moment of Inf would stop a parameter
+        for good, and no gradient would show it.
+        """
+        if self.is_careful:
+            return True
+        is_huge = any(norm > _HUGE_NORM for norm in reading.norms)
+        return is_huge and not (self.is_capturing or self.ranks.has_others)
 
     def be_careful(self) -> None:
         """Something has been written to the weights that no gradient shows. For a long while updates are looked at."""
