@@ -64,6 +64,11 @@ class Autopilot:
         return self._monitor.registry.refused_in_a_row
 
     @property
+    def refused_by(self) -> str:
+        """What that optimizer trains. Empty if there is only one optimizer, or if it is not known."""
+        return self._monitor.registry.refused_by
+
+    @property
     def num_not_kept(self) -> int:
         """How many incidents were not saved to disk, because there are enough of their kind, or enough in all."""
         return self._monitor.registry.num_not_kept

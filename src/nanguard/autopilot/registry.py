@@ -303,6 +303,14 @@ class Registry:
         known = [self._past_refused, *(loop.refused_in_a_row for loop in self._loops)]
         return max([*known, *(journal.refused_in_a_row for _, journal in self._entries)])
 
+    @property
+    def refused_by(self) -> str:
+        """What that optimizer trains. Empty if there is only one optimizer, or if it is not known."""
+        most = self.refused_in_a_row
+        rows = [journal for _, journal in self._entries if journal.incidents and journal.refused_in_a_row == most]
+        diagnosis = rows[0].incidents[-1].diagnosis if rows else None
+        return "" if diagnosis is None else diagnosis.network
+
     def unsound(self) -> tuple[str, ...]:
         """Names of what is not finite now. Syncs."""
         trained = tuple(name for hosted in self.hosted_steps for name in hosted.unsound())

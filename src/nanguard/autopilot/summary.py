@@ -22,6 +22,7 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         autopilot.incidents,
         unsound=unsound,
         refused_in_a_row=autopilot.refused_in_a_row,
+        refused_by=autopilot.refused_by,
         num_not_kept=autopilot.num_not_kept,
     )
     return told + autopilot.of_children + _children(autopilot.num_children)

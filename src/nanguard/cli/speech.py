@@ -57,11 +57,18 @@ class _ConsoleHandler(logging.Handler):
             message += f" ({type(error).__name__}: {error})"
         whose = "" if message.startswith((" nanguard ", "end of the run: ")) else "nanguard: "
         try:
-            for number, line in enumerate((whose + message).splitlines()):
-                text = fitted(line, self._console.width)
-                self._console.print(text, style="bold yellow" if number == 0 else None, markup=False, soft_wrap=True)
+            with _above_bars():
+                for number, line in enumerate((whose + message).splitlines()):
+                    text, style = fitted(line, self._console.width), "bold yellow" if number == 0 else None
+                    self._console.print(text, style=style, markup=False, soft_wrap=True)
         except (OSError, ValueError):
             self._is_cut_off = True  # stderr is closed or a broken pipe: the program must go on
+
+
+def _above_bars() -> contextlib.AbstractContextManager[Any]:
+    """Inside, the bars of tqdm that the program shows are not in the way; afterwards they are drawn again below."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr)
 
 
 def stderr_console(*, quiet: bool = False) -> Console:

@@ -28,7 +28,9 @@ def panel(incident: Incident, where: str | None = None) -> str:
 def repeated(incident: Incident, *, same_as: int, count: int) -> str:
     """The line for an incident with the same fault as that of an earlier step, the ``count``-th of them."""
     answer = done(incident.outcome).removesuffix(", nothing changed")
-    same = f"same as step {same_as:,}: {answer} ({count:,} times now)"
+    network = incident.diagnosis.network if incident.diagnosis is not None else ""
+    whose = f" ({network})" if network else ""
+    same = f"same as step {same_as:,}{whose}: {answer} ({count:,} times now)"
     return f" nanguard  step {incident.reading.step:,}  {same}"
 
 

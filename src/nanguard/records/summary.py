@@ -18,12 +18,14 @@ def closing_line(
     *,
     unsound: Sequence[str] | None,
     refused_in_a_row: int,
+    refused_by: str = "",
     num_not_kept: int = 0,
 ) -> str:
     """How many steps were made, how many were not applied, and why.
 
-    ``unsound`` names what was non-finite at the end; None if that was not checked. ``num_not_kept`` is the number of
-    incidents that were not saved to disk.
+    ``unsound`` names what was non-finite at the end; None if that was not checked. ``refused_by`` names the network
+    whose steps were refused, if there are several. ``num_not_kept`` is the number of incidents that were not saved to
+    disk.
     """
     num_skipped = counts.get("skipped", 0) + counts.get("lost", 0) + counts.get("halted", 0)
     total = counts.get("applied", 0) + num_skipped + counts.get("backed_off", 0) + counts.get("rolled_back", 0)
@@ -44,7 +46,8 @@ def closing_line(
     elif unsound is not None:
         told.append("weights and optimizer state finite")
     if refused_in_a_row >= _LONG:
-        told.append(f"the last {refused_in_a_row:,} steps in a row refused: nothing was learned in them")
+        whose = f" ({refused_by})" if refused_by else ""
+        told.append(f"the last {refused_in_a_row:,} steps{whose} in a row refused: nothing was learned in them")
     if num_not_kept:
         told.append(f"{num_not_kept:,} of {len(incidents):,} incidents not saved to disk")
     return ", ".join(told) + _first(incidents)

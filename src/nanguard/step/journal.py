@@ -78,7 +78,7 @@ class Journal:
             refused = {"back_off": "backed_off", "halt": "halted"}.get(response, "skipped")
             self.counts["applied" if outcome.applied else refused] += 1
         if response != "back_off":
-            self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1
+            self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1 + outcome.lost
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost
         self.observers.on_heard(outcome)
