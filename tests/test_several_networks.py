@@ -21,8 +21,11 @@ import nanguard
 from nanguard.autopilot.entry import Autopilot
 from nanguard.autopilot.summary import sentence
 from nanguard.cli.speech import logging_to
+from nanguard.errors import ReplayError
+from nanguard.incidents.reader import load
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.panel import repeated
+from nanguard.replay.program import program_of
 from nanguard.source.arguments import element_names
 
 BARE = """
@@ -102,6 +105,12 @@ def test_bare_tensors_that_raise_because_of_nan_are_explained(tmp_path: Path, ba
     assert (diagnosis.cause, diagnosis.op) == ("exp_overflow", "exp")
     assert diagnosis.source is not None
     assert "torch.exp" in diagnosis.source.text
+
+
+def test_a_step_of_bare_tensors_has_no_model_to_replay(tmp_path: Path) -> None:
+    run(tmp_path, BARE, BAD=5)
+    with pytest.raises(ReplayError, match="calls no module"):
+        program_of(load(tmp_path / "run" / "incidents" / "0001"))
 
 
 def test_bare_tensors_that_raise_for_another_reason_are_not(tmp_path: Path) -> None:

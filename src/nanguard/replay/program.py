@@ -95,11 +95,14 @@ class KnownProgram:
 
 
 def program_of(bundle: Bundle) -> KnownProgram:
-    """The program that the log of the run names. Raises ``ReplayError`` if it names none.
+    """The program that the log of the run names. Raises ``ReplayError`` if it names none, or calls no module.
 
     If the weights were saved, the first step is enough. A file in the folder of the run itself is refused: the folder
     may come from somewhere else.
     """
+    if "tape" in bundle.captured and not (_saved_calls(bundle) or bundle.taped_modules):
+        known = f"nanguard explain {shlex.quote(str(bundle.path))}"
+        raise ReplayError(f"the step calls no module, so there is no model to run again. What is known: {known}")
     header = header_of(bundle)
     script, argv = header.get("script"), header.get("argv")
     if not isinstance(script, str) or not script:
@@ -118,9 +121,7 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
     Raises ``ReplayError`` if the program raises or never gets there.
     """
     script, step = program.script, program.step
-    saved = bundle.batches()
-    calls = calls_in(saved[0]) if saved and is_calls(saved[0]) else []
-    names = bundle.taped_modules
+    calls, names = _saved_calls(bundle), bundle.taped_modules
     found = _Calls(step=step, number=len(calls) or len(names) or 1)
     _run(script, program.argv, found)
     model = found.seen[-1] if len({id(module) for module in found.seen}) == 1 else called_modules(names, found.seen)
@@ -142,6 +143,11 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
         notes=tuple(notes),
         is_of_run=True,
     )
+
+
+def _saved_calls(bundle: Bundle) -> list[Any]:
+    saved = bundle.batches()
+    return list(calls_in(saved[0])) if saved and is_calls(saved[0]) else []
 
 
 class _Repeated:
