@@ -397,5 +397,4 @@ class ProgramMonitor:
         self._is_closed = True
 
     def _at_work(self, failure: str) -> AtWork:
-        """Logs our own errors; never lets them end the program."""
         return AtWork(self._busy, failure)
