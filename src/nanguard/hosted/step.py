@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
-from nanguard.diagnosis.live import FOREVER
 from nanguard.diagnosis.search import Search
 from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
@@ -134,7 +133,7 @@ class HostedStep(UncheckedSteps):
         is_allowed = can_trace and (settings.trace or goes_on)
         self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
         if not makes_finite_updates(optimizer):
-            self.parts.careful_until = FOREVER
+            self.parts.update_checks.turn_on_for_good()
         self.was_applied = True
         """Whether the last call had an effect, as far as the host knows. With ``sync="late"`` it may learn later."""
         self.stepped_together: frozenset[int] | None = None

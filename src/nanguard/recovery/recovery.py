@@ -106,7 +106,7 @@ class Recovery:
         is_last = self._will_halt(verdict)
         diagnosis = self.casebook.examine(pending, reading, is_last=is_last)
         if is_damaged:
-            self._parts.be_careful()
+            self._parts.update_checks.turn_on(self._parts.num_steps)
         verdict = replace(verdict, means=self._means(pending, diagnosis))
         kept = self.casebook.gather(pending, reading, diagnosis, is_last=is_last)
         answer = replace(self._climb(pending, verdict, diagnosis), diagnosis=diagnosis)
@@ -144,7 +144,7 @@ class Recovery:
         if not self._parts.ranks.any(bool(damaged)):
             return None
         reading = Reading(step=pending.step, epoch=pending.epoch, batch=pending.batch, loss=math.nan, damaged=damaged)
-        self._parts.be_careful()
+        self._parts.update_checks.turn_on(self._parts.num_steps)
         verdict = Verdict(kind="damage", reading=reading, cause="weights", means=self._means(pending))
         return self._climb(pending, verdict)
 

@@ -34,6 +34,7 @@ from nanguard.step.optimizers import SkippableOptimizers, check_optimizers
 from nanguard.step.parts import StepParts
 from nanguard.step.precision import LossScale, MixedPrecision, Precision, Scaler
 from nanguard.step.ranks import Ranks
+from nanguard.step.update_checks import UpdateChecks
 
 log = logging.getLogger("nanguard")
 
@@ -117,6 +118,7 @@ def assemble(
         microbatch_filter=MicrobatchFilter(unwrapped(model), device) if drop_bad_microbatches else None,
         param_groups=ParamGroups(model, skippable, together=clipper.together),
         ranks=ranks,
+        update_checks=UpdateChecks(state, ranks),
         measurement=Measurement(device, ranks),
         buffers=buffers,
         last_forward=LastForward(model, device),

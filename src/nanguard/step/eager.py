@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanguard.records.steps import APPLY, Action, Means, Outcome, Reading, Verdict
+from nanguard.records.steps import APPLY, Action, Means, Outcome, Verdict
 from nanguard.state.training_modes import TrainingModes
 from nanguard.step.measurement import Group, MeasuredValues
 from nanguard.step.parts import StepParts
@@ -78,7 +78,7 @@ class Eager:
         parts = self._parts
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
-        if self._step_is_spoiled(verdict.reading):
+        if self._step_is_spoiled():
             reading = replace(verdict.reading, found=("update",))
             self._refuse(pending, replace(verdict, kind="nonfinite", reading=reading))
             return
@@ -91,13 +91,14 @@ class Eager:
         self._unwatched.append((pending, verdict))
         parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
 
-    def _step_is_spoiled(self, reading: Reading) -> bool:
+    def _step_is_spoiled(self) -> bool:
         """Steps. True if the update was looked at, and taken back."""
-        if not self._parts.is_careful_with(reading):
-            self._parts.skippable.step()
+        parts = self._parts
+        if not parts.update_checks.are_due(parts.num_steps):
+            parts.skippable.step()
             return False
-        with self._parts.looking_at_update() as spoiled:
-            self._parts.skippable.step()
+        with parts.update_checks.around_update(parts.num_steps) as spoiled:
+            parts.skippable.step()
         return bool(spoiled)
 
     def _refuse(self, pending: PendingStep, verdict: Verdict) -> None:

@@ -128,7 +128,7 @@ class Late:
         (groups, skip, latched_before), pending.on_device = pending.on_device, None
         parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
-        if parts.is_careful:
+        if parts.update_checks.are_due(parts.num_steps):
             self._step_carefully(pending, skip)
         else:
             parts.skippable.step_unless(skip)
@@ -141,8 +141,9 @@ class Late:
         parts.skippable.end_step()
 
     def _step_carefully(self, pending: PendingStep, skip: Tensor) -> None:
-        with self._parts.looking_at_update() as spoiled:
-            self._parts.skippable.step_unless(skip)
+        parts = self._parts
+        with parts.update_checks.around_update(parts.num_steps) as spoiled:
+            parts.skippable.step_unless(skip)
         if spoiled:
             pending.is_spoiled = True
             skip.fill_(1.0)

@@ -36,13 +36,9 @@ from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.precision import MixedPrecision
 from nanguard.step.ranks import Ranks
+from nanguard.step.update_checks import UpdateChecks
 
 log = logging.getLogger("nanguard")
-
-_CAREFUL_STEPS = 1000
-
-_HUGE_NORM = 1e18
-"""Squares of gradients beyond this, times their number, may leave fp32."""
 
 
 def _fp32_fix(modules: Sequence[str]) -> str:
@@ -56,11 +52,10 @@ class StepParts:
 
     ``microbatch_filter`` is None unless bad micro-batches are dropped. ``pending`` is the open step; ``begin``, ``end``
     and ``again`` change it. ``num_steps`` have been made. ``is_captured``: a step is in a CUDA graph, which cannot be
-    changed any more. Updates are checked until ``careful_until`` steps have been made. ``fp32_fix`` is the code with
-    which the user can keep modules in fp32. If a program trains several networks, ``network`` names this one, and
-    ``other_parts`` are those of the others, which its steps may call too. ``steps_in_backward`` says that the program's
-    own hooks make the steps, while a backward pass is under way. ``first_sizes`` are those of the parameters
-    at the beginning.
+    changed any more. ``fp32_fix`` is the code with which the user can keep modules in fp32. If a program trains several
+    networks, ``network`` names this one, and ``other_parts`` are those of the others, which its steps may call too.
+    ``steps_in_backward`` says that the program's own hooks make the steps, while a backward pass is under way.
+    ``first_sizes`` are those of the parameters at the beginning.
     """
 
     state: TrainingState
@@ -71,6 +66,7 @@ class StepParts:
     microbatch_filter: MicrobatchFilter | None
     param_groups: ParamGroups
     ranks: Ranks
+    update_checks: UpdateChecks
     measurement: Measurement
     buffers: Undo
     last_forward: LastForward
@@ -82,7 +78,6 @@ class StepParts:
     first_step: int = 0
     """The number of the first step that this process makes."""
     is_captured: bool = False
-    careful_until: int = 0
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
     network: str = ""
     other_parts: Callable[[], Sequence[StepParts]] = tuple
@@ -101,44 +96,6 @@ class StepParts:
         """Of this network and of those that other optimizers train."""
         states = {id(parts.state.own_model): parts.state for parts in (self, *self.other_parts())}
         return list({id(p): p for state in states.values() for p in state.parameters().values()}.values())
-
-    @property
-    def is_careful(self) -> bool:
-        """Whether each update is looked at, and taken back where it is not finite: one sync and a copy a step."""
-        return self.num_steps <= self.careful_until and not self.is_capturing
-
-    def is_careful_with(self, reading: Reading) -> bool:
-        """Whether the update of this step is looked at.
-
-        Also if its gradients are so large that their squares leave fp32: a second moment of Inf would stop a parameter
-        for good, and no gradient would show it.
-        """
-        if self.is_careful:
-            return True
-        is_huge = any(norm > _HUGE_NORM for norm in reading.norms)
-        return is_huge and not (self.is_capturing or self.ranks.has_others)
-
-    def be_careful(self) -> None:
-        """Something has been written to the weights that no gradient shows. For a long while updates are looked at."""
-        if self.careful_until < self.num_steps:
-            log.info("every update is checked for the next %d steps", _CAREFUL_STEPS)
-        self.careful_until = self.num_steps + _CAREFUL_STEPS
-
-    @contextlib.contextmanager
-    def looking_at_update(self) -> Iterator[list[bool]]:
-        """Around the optimizers' step: undoes it if it made something non-finite, and appends True to the list."""
-        spoiled: list[bool] = []
-        before = self.state.capture_update()
-        try:
-            yield spoiled
-            is_spoiled = self.ranks.any(before.is_spoiled())
-        except (KeyboardInterrupt, SystemExit):  # half a step, or one that was not checked
-            before.put_back()
-            raise
-        if is_spoiled:
-            before.put_back()
-            spoiled.append(True)
-            self.be_careful()
 
     def noted_buffers(self) -> Undo:
         """All buffers as they are now."""
