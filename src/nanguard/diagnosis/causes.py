@@ -253,7 +253,7 @@ _FOUND_ELSEWHERE = (
     CauseRow(
         name="buffer_corrupted",
         title="corrupted buffer",
-        fix="do not update the buffer from such a batch, and reset it",
+        fix="find what wrote to the buffer (a batch like this one, a checkpoint), and reset it",
         helps=("fix_code", "fix_data"),
     ),
     CauseRow(

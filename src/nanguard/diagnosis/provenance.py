@@ -67,7 +67,10 @@ class Note:
 
 @dataclass(slots=True)
 class TraceEvent:
-    """An op with a non-finite output. ``wrote`` names the parameter, buffer or state that it wrote to."""
+    """An op with a non-finite output. ``wrote`` names the parameter, buffer or state that it wrote to.
+
+    ``storage`` is the ``storage_key`` of a tensor that was there before the step.
+    """
 
     note: Note
     kind: Kind
@@ -78,6 +81,7 @@ class TraceEvent:
     wrote: str = ""
     has_posinf: bool = False
     is_mask: bool = False
+    storage: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

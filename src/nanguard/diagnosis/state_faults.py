@@ -13,11 +13,13 @@ import torch
 from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
+from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
+from nanguard.state.held import Held, held_by_module
 from nanguard.state.training_state import TrainingState
 
 _ABSURD_RATE = 1e3
@@ -59,7 +61,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
-    diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event)}")
+    diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event.evidence)}")
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
@@ -87,6 +89,9 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         because = f"{name} is non-finite before the step"
         cause = "optimizer_state_corrupted"
         return replace(diagnosis, phase="optimizer", cause=cause, because=because, samples=(), evidence=())
+    held = None if event.storage is None else held_by_module(event.storage)
+    if held is not None:
+        return _of_held(diagnosis, held)
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     names = _names_of(exam, event.origin)
@@ -100,21 +105,35 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
 
 
+def _of_held(diagnosis: Diagnosis, held: Held) -> Diagnosis:
+    """A weight, running mean or table of a module that no optimizer of the step trains: a frozen network, a loss."""
+    is_statistic = held.name.rpartition(".")[2].startswith("running_")
+    cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
+    return replace(
+        diagnosis,
+        phase=held.kind,
+        cause="parameter_corrupted" if held.kind == "parameter" else cause,
+        module=diagnosis.module or held.name.rpartition(".")[0],
+        because=f"{held}, which is not trained, held {_what_and_where(where_bad(held.tensor))} before the step",
+        samples=(),
+    )
+
+
 def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """Data that a line of the step makes a tensor of: an array, a list, a number that is assigned to an element."""
     if event.note.shape:
-        because = f"this line makes a tensor of data that hold {_what_and_where(event)}"
+        because = f"this line makes a tensor of data that hold {_what_and_where(event.evidence)}"
     else:
-        because = f"this line puts a number that is {_what_and_where(event)} into a tensor"
+        because = f"this line puts a number that is {_what_and_where(event.evidence)} into a tensor"
     return replace(diagnosis, source=source_of(event.note.place), because=because)
 
 
-def _what_and_where(event: TraceEvent) -> str:
+def _what_and_where(evidence: Evidence) -> str:
     """``NaN at [3, 0] and 2 more``."""
-    data, evidence = event.evidence.output, event.evidence
+    data = evidence.output
     num = 0 if data is None else data.num_nan + data.num_inf
     at = f" at {list(evidence.element)}" if evidence.element else ""
-    return f"{'NaN' if event.has_nan else 'Inf'}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
+    return f"{'NaN' if evidence.is_nan else 'Inf'}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard.diagnosis.look import look
-from nanguard.source.arguments import element_names
+from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
 from nanguard.state.trees import mapped
 from nanguard.step.calls import cut_off, with_gradient
@@ -167,17 +168,16 @@ def repeatable(
 def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
     for row in filter(None, run.rows):
-        given = [*row.args, *row.kwargs.values()]
-        names = row.argument_names
-        for place, argument in enumerate(given):
+        others = [f"{row.name}, argument {place}" for place in range(len(row.args))]
+        names = itertools.zip_longest(row.args, row.argument_names[: len(row.args)], others)
+        given = [(argument, name or other) for argument, name, other in names]
+        given += [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
+        for argument, name in given:
             inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
-            name = (names[place] if place < len(names) else "") or f"{row.name}, argument {place}"
-            each = [name] if len(inside) == 1 else element_names(name, len(inside))
-            for number, token in enumerate(inside):
-                if not isinstance(token, Outside) or id(token.tensor) in trained:
-                    continue
-                if not isinstance(token.tensor, nn.Parameter):
-                    yield token.tensor, each[number] if each else f"{name}, {number}"
+            for token, part in zip(inside, names_of_parts(name, len(inside)), strict=True):
+                is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
+                if is_from_outside and not isinstance(token.tensor, nn.Parameter):
+                    yield token.tensor, part
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:

@@ -102,7 +102,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         note = Note(-1, "", "forward", None, "", owner=owner, roots=leaf.roots)
         note.dtype, note.shape, note.look = str(tensor.dtype), tuple(tensor.shape), leaf.look
         event = data_event(note, tensor)
-        event.origin = name
+        event.origin, event.storage = name, _compat.storage_key(tensor)
+        self._held.append(_compat.storage_of(tensor))
         self.events.append(event)
         return event
 

@@ -17,7 +17,7 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     """
     text = "" if code is None else _expression(code, at)
     try:
-        node = ast.parse(text.strip(), mode="eval").body if text else None
+        node = ast.parse(f"({text})", mode="eval").body if text else None  # in brackets: it may go over several lines
     except SyntaxError:
         return []
     nodes = _arguments(node, num, is_method=is_method)
@@ -25,14 +25,17 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     return [name if len(name) <= _LONGEST else "" for name in names] if len(names) == num else []
 
 
-def element_names(text: str, num: int) -> list[str]:
-    """The source text of the ``num`` elements of a list or tuple in the source code. Empty if it is none."""
+def names_of_parts(name: str, num: int) -> list[str]:
+    """The names of ``num`` tensors inside an argument: of ``[a, b[0]]`` these are ``a`` and ``b[0]``."""
+    if num == 1:
+        return [name]
     try:
-        node = ast.parse(text, mode="eval").body if text.startswith(("[", "(")) else None
+        node = ast.parse(name, mode="eval").body
     except SyntaxError:
-        return []
-    elements = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
-    return [ast.unparse(each) for each in elements] if len(elements) == num else []
+        node = None
+    if isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == num:
+        return [ast.unparse(each) for each in node.elts]
+    return [f"{name}, {number}" for number in range(num)]
 
 
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:

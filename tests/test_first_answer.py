@@ -1,0 +1,116 @@
+"""What a program under ``install`` is told of a fault the first time: names, causes and advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanguard
+from helpers import NAN
+from nanguard.records.diagnosis import Diagnosis
+
+INF = float("inf")
+SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
+
+
+def first(incidents: Any) -> Diagnosis:
+    found = incidents[0].diagnosis
+    assert isinstance(found, Diagnosis)
+    return found
+
+
+def batches() -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    return DataLoader(data, batch_size=8, shuffle=False)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+# ---- tensors that are neither trained nor data -----------------------------------------------------------------------
+
+
+@SYNCS
+def test_weights_of_classes_are_no_data(sync: Any) -> None:
+    """The only sample that is named is the one of the class."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 4)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 1.0, INF]))
+        for x, y in batches():
+            y[5] = 3
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.phase) == ("nonfinite_constant", "buffer")
+    assert found.because == "buffer weight of CrossEntropyLoss, which is not trained, held Inf at [3] before the step"
+    assert found.samples in ((), (5,))
+
+
+@SYNCS
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("body.1.running_var", "buffer_corrupted"), ("body.0.weight", "parameter_corrupted")],
+)
+def test_a_network_that_is_not_trained_has_its_names(sync: Any, name: str, cause: str) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        frozen, head = Frozen().eval(), nn.Linear(4, 3)
+        frozen.state_dict()[name][2] = NAN
+        optimizer = SGD(head.parameters(), lr=0.1, fused=True)
+        for x, y in batches():
+            with torch.no_grad():
+                features = frozen(x)
+            optimizer.zero_grad()
+            F.cross_entropy(head(features), y).backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.module) == (cause, name.rpartition(".")[0])
+    assert f"{name} of Frozen, which is not trained, held NaN at [2" in found.because, "not as a view of it has them"
+    assert not found.samples
+
+
+@SYNCS
+def test_data_have_the_name_of_their_place_in_a_call(sync: Any) -> None:
+    """Of a list its entry, of a keyword the keyword, and of a call over several lines the same."""
+    told = []
+    for kind in ("list", "keyword", "lines"):
+        with nanguard.install(sync=sync) as autopilot:
+            model = nn.Linear(4, 3)
+            optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+            for x, y in batches():
+                views, weights, norm = [x, x + 1], torch.ones(3), torch.tensor(8.0)
+                if kind == "list":
+                    views = [x.clone(), torch.full_like(x, NAN)]
+                elif kind == "keyword":
+                    weights = torch.tensor(numbers := [1.0, 1.0, NAN])
+                    assert numbers
+                else:
+                    norm = torch.tensor(NAN)
+                given = [views[0].data.numpy(), views[1].data.numpy(), weights.numpy(), norm.numpy()]
+                one, two, weights, norm = map(torch.from_numpy, given)  # tensors that no call is seen to make
+                out = model(torch.cat([one, two]))
+                loss = (
+                    F.cross_entropy(out, torch.cat([y, y]), weight=weights)
+                    / norm
+                )  # fmt: skip
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        told.append(first(autopilot.incidents).because)
+    assert "'two'" in told[0]
+    assert "weight" in told[1]
+    assert "'norm'" in told[2]
