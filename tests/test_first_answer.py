@@ -114,3 +114,41 @@ def test_data_have_the_name_of_their_place_in_a_call(sync: Any) -> None:
     assert "'two'" in told[0]
     assert "weight" in told[1]
     assert "'norm'" in told[2]
+
+
+# ---- what counts as a step -------------------------------------------------------------------------------------------
+
+
+@SYNCS
+def test_an_evaluation_with_gradients_is_no_batch_that_was_left_out(sync: Any) -> None:
+    """Programs that were written before ``no_grad()`` evaluate so. A batch that is left out in training counts."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for epoch in range(2):
+            model.train()
+            for place, (x, y) in enumerate(batches()):
+                loss = F.cross_entropy(model(x * (NAN if (epoch, place) == (1, 1) else 1)), y)
+                if (epoch, place) == (1, 1):
+                    continue
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            model.eval()
+            del loss
+            for x, y in batches():
+                F.cross_entropy(model(x * NAN), y).item()
+    assert [incident.outcome.did for incident in autopilot.incidents] == ["the program left this batch out itself"]
+
+
+@SYNCS
+def test_the_last_line_counts_steps_that_were_in_flight(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for step in range(20):
+            loss = model(torch.randn(8, 4)).mean() * (NAN if step >= 4 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert autopilot.refused_in_a_row == 16

@@ -60,6 +60,17 @@ loss = nn.BCELoss()(model(torch.ones(4, 3)), torch.full((4, 1), 3.0))
 """
 """From a function of torch that asks modes, such as that of the tape."""
 
+RAISES_IN_C = """
+import torch
+w = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([w], lr=0.1)
+def metric(out):
+    return out.t().view(-1).sum()
+out = torch.ones(4, 3) * w
+metric(out)
+"""
+"""From a function that has no line in Python, so that the last line of all is one of the tape."""
+
 
 @pytest.mark.parametrize(
     ("code", "status"),
@@ -72,6 +83,7 @@ loss = nn.BCELoss()(model(torch.ones(4, 3)), torch.full((4, 1), 3.0))
         ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error", 1),
         ("x = = 2", 1),
         (RAISES_IN_TORCH, 1),
+        (RAISES_IN_C, 1),
         ("import sys\nsys.excepthook = lambda *a: print('hooked', a[1], a[2].tb_lineno)\nraise ValueError(5)", 1),
         ("import atexit; atexit.register(print, 'at exit'); print('end')", 0),
         ("import sys; print(sys.argv, __name__, __file__, sys.path[0], __spec__, __package__, __doc__)", 0),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import importlib.util
-import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -108,20 +108,19 @@ def _of_program(error: BaseException) -> TracebackType | None:
 
 
 def _has_failed(last: TracebackType) -> bool:
-    """Whether an error came from our code: not from the program, which is compiled here, nor from a call of torch.
-
-    While calls are noted, those of compiled functions of torch are made in our code, and have no frame of their own.
-    """
-    code = last.tb_frame.f_code
-    if not _is_ours(last) or code.co_filename == __file__:
-        return False
-    is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
-    return not (is_mode and "func(*args" in linecache.getline(code.co_filename, last.tb_lineno))
+    """Whether an error came from our code: not from the program, which is compiled here, nor from a call of torch."""
+    return _is_ours(last) and last.tb_frame.f_code.co_filename != __file__ and not _passes_a_call_on(last)
 
 
 def _torch_overrides() -> str:
     """The file of torch that asks modes; the program may not have imported torch."""
     return getattr(sys.modules.get("torch.overrides"), "__file__", None) or ""
+
+
+def _passes_a_call_on(line: TracebackType) -> bool:
+    """True for ``func(*args)``: a function of torch that is written in C++ has raised, and has no line of its own."""
+    code = line.tb_frame.f_code.co_code
+    return line.tb_lasti >= 0 and dis.opname[code[line.tb_lasti]] == "CALL_FUNCTION_EX"
 
 
 def _is_ours(line: TracebackType) -> bool:

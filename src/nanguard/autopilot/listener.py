@@ -108,5 +108,5 @@ class CallListener:
         except BaseException:
             self._recorder.raised()
             raise
-        self._recorder.end(call, output)
+        self._recorder.end(module, call, output)
         return output

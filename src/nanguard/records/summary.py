@@ -9,7 +9,7 @@ from nanguard.records.steps import Incident
 from nanguard.records.words import counted
 
 _LONG = 10
-"""From this many refused steps in a row at the end, the line mentions them."""
+"""From this many steps without effect in a row at the end, the line mentions them."""
 
 
 def closing_line(
@@ -47,7 +47,7 @@ def closing_line(
         told.append("weights and optimizer state finite")
     if refused_in_a_row >= _LONG:
         whose = f" ({refused_by})" if refused_by else ""
-        told.append(f"the last {refused_in_a_row:,} steps{whose} in a row refused: nothing was learned in them")
+        told.append(f"the last {refused_in_a_row:,} steps{whose} in a row had no effect: nothing was learned in them")
     if num_not_kept:
         told.append(f"{num_not_kept:,} of {len(incidents):,} incidents not saved to disk")
     return ", ".join(told) + _first(incidents)

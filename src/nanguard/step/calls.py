@@ -37,6 +37,7 @@ class Call:
     ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its line.
     ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
     If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
+    ``is_evaluation``: the module was in ``eval()``, and has been called in ``train()`` before.
     """
 
     args: tuple[Any, ...]
@@ -50,6 +51,7 @@ class Call:
     gave_nonfinite: bool = False
     outputs: list[Tensor] = field(default_factory=list)
     has_returned: bool = False
+    is_evaluation: bool = False
     graph: Callable[[], Any] | None = None
     """Returns None once the graph of the outputs is gone."""
 
@@ -131,6 +133,7 @@ class CallRecorder:
         self._note, self.device, self._taper = note, device, taper
         self._taped = _Taped()
         self._undo: list[Callable[[], Any]] = []
+        self._was_in_training = False
 
     def listen(self, model: nn.Module, opens: Callable[[], list[Call] | None]) -> None:
         """``opens`` gives the list to write to, or None. Copies and pickles of the module do not listen."""
@@ -140,7 +143,7 @@ class CallRecorder:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             calls = opens()
-            self.end(calls[-1] if calls else None, output)
+            self.end(module, calls[-1] if calls else None, output)
 
         before = vars(model).get("__prepare_scriptable__")
         self._undo = [
@@ -175,9 +178,11 @@ class CallRecorder:
             self._taped.calls.append((call, *self._taper.before_module(args, kwargs)))
         return call
 
-    def end(self, call: Call | None, output: Any) -> None:
+    def end(self, module: nn.Module, call: Call | None, output: Any) -> None:
         """It has returned ``output``."""
         if call is not None and _has_values():
+            call.is_evaluation = self._was_in_training and not module.training
+            self._was_in_training = self._was_in_training or module.training
             _save_gradients(call, output)
         if self._taped.calls:
             taped, given, named = self._taped.calls.pop()

@@ -54,13 +54,15 @@ class DiscardedPasses:
     def look_for(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
         """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
 
-        A mask may make an Inf, so Inf does not count. ``is_part``: the step goes on with other passes. Call it before a
-        forward pass, or before the optimizers step. Syncs if the program has thrown a pass away, else not.
+        A mask may make an Inf, so Inf does not count, nor does an evaluation without ``no_grad()``. ``is_part``: the step
+        goes on with other passes. Call it before a forward pass, or before the optimizers step. Syncs if the program
+        has thrown a pass away, else not.
         """
         gone = [call for call in calls if call.is_discarded]
         if not gone:
             return
-        bad = [call for call in gone if any(bool(torch.isnan(output).any()) for output in _readable(call))]
+        trained = [call for call in gone if not call.is_evaluation]
+        bad = [call for call in trained if any(bool(torch.isnan(output).any()) for output in _readable(call))]
         for call in gone:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
@@ -74,7 +76,7 @@ class DiscardedPasses:
         """
         device = self._parts.state.device
         for call in calls:
-            if call.is_discarded and len(self._asked) < _MOST_ASKED:
+            if call.is_discarded and not call.is_evaluation and len(self._asked) < _MOST_ASKED:
                 bad = [torch.isnan(output).any() for output in _readable(call) if output.device == device]
                 call.outputs.clear()
                 if bad:
@@ -107,6 +109,8 @@ class DiscardedPasses:
         has_raised = pending.tape is not None and pending.tape.raised is not None
         if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised):
             return
+        if error is None and calls and all(call.is_evaluation for call in calls):
+            return  # an evaluation ends without a step
         found, loss = self._found(calls, losses, error, pending.tape)
         if found:
             self._parts.buffers.undo_()
