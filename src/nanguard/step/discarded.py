@@ -54,7 +54,7 @@ class DiscardedPasses:
     def look_for(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
         """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
 
-        A mask may make an Inf, so Inf does not count, nor does an evaluation without ``no_grad()``. ``is_part``: the step
+        A mask may make an Inf, so Inf does not count. Nor does an evaluation without no_grad(). ``is_part``: the step
         goes on with other passes. Call it before a forward pass, or before the optimizers step. Syncs if the program
         has thrown a pass away, else not.
         """
