@@ -152,3 +152,75 @@ def test_the_last_line_counts_steps_that_were_in_flight(sync: Any) -> None:
             loss.backward()
             optimizer.step()
     assert autopilot.refused_in_a_row == 16
+
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.second(self.first(x).relu())))
+        return out
+
+
+def line(mark: str) -> int:
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
+
+
+def trained(sync: Any, model: nn.Module, loss_fn: Any) -> Diagnosis:
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = SGD(model.parameters(), lr=0.01, fused=True)
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+    return first(autopilot.incidents)
+
+
+@SYNCS
+@pytest.mark.parametrize("std", [1e30, 2e38])
+def test_weights_that_were_too_large_from_the_start(sync: Any, std: float) -> None:
+    """They are finite in one layer, or Inf here and there, and it is a later layer that overflows."""
+    model = Stack()
+    with torch.no_grad():
+        model.head.weight.mul_(1.0)  # no line for another parameter of this name
+    torch.nn.init.normal_(model.second.weight, std=1e30)  # far too large
+    if std > 1e30:
+        with torch.no_grad():
+            model.second.weight.copy_(torch.randn(8, 8) * std)
+    found = trained(sync, model, F.cross_entropy)
+    assert (found.cause, found.phase, found.module) == ("parameter_corrupted", "parameter", "second")
+    assert "parameter second.weight" in found.because
+    assert found.source is not None
+    assert found.source.line == line("far too large") or std > 1e30
+
+
+@SYNCS
+def test_a_divisor_that_is_no_tensor_is_a_number_of_the_program(sync: Any) -> None:
+    temperature = 0.0
+    found = trained(sync, nn.Linear(4, 3), lambda out, y: F.cross_entropy(out / temperature, y))
+    assert found.cause == "div_by_zero"
+    assert found.because.endswith("/ 0: the divisor is a number of the program, such as a setting or a count")
+
+
+@SYNCS
+def test_a_logarithm_that_is_finite_with_a_derivative_that_is_not(sync: Any) -> None:
+    """An eps for a denominator would be advice for a line that has none."""
+    found = trained(sync, nn.Linear(4, 3), lambda out, y: -torch.log(out.softmax(1) * 1e-39).mean())
+    assert (found.cause, found.phase, found.op) == ("log_of_zero", "backward", "log")
+    assert "exceeds float32, although the logarithm itself does not" in found.because
+
+
+@SYNCS
+def test_a_running_variance_that_is_negative(sync: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    model[1].running_var[1] = -2.0  # type: ignore[index]
+    found = trained(sync, model, F.cross_entropy)
+    assert (found.cause, found.module) == ("sqrt_of_negative", "1")
+    assert found.because == "running_var holds -2, and no variance is negative"

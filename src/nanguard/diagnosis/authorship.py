@@ -25,6 +25,9 @@ from nanguard.source.frames import is_users
 
 _WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
 
+_LARGE = 3
+"""The risk of a line that initialises with a very large number."""
+
 Rows = tuple[int, int, int]
 """The first and last bad row of a tensor, and how many rows it has."""
 
@@ -47,8 +50,13 @@ def line_that_makes(kind: str, files: Iterable[str], keywords: Sequence[str] = (
 
 
 def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows | None) -> Source | None:
-    """The line that sets a parameter or buffer: in the class of its module, or anywhere in the program."""
+    """The line that sets a parameter or buffer: in the class of its module, or anywhere in the program.
+
+    ``name`` is the whole name: ``encoder.fc.weight``. What is written to ``decoder.weight`` is another parameter.
+    """
     program = ProgramSource(tuple(files))
+    path, _, name = name.rpartition(".")
+    called = path.rpartition(".")[2]
     found: list[tuple[int, int, Origin]] = []
     if is_users(type(owner)):
         names = {base.__name__ for base in type(owner).__mro__}
@@ -56,8 +64,8 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             origin = program.origin(file, statement, value)
             found.append((origin.risk, 0, origin))
     if all(risk == 0 for risk, _, _ in found):
-        for file, statement, written, covers in _writes(program, name, rows):
-            origin = Origin(-1, source_of_node(file, statement))
+        for file, statement, written, covers in _writes(program, name, called, rows):
+            origin = Origin(_LARGE if _has_large_number(statement) else -1, source_of_node(file, statement))
             if written is not None:
                 origin = program.origin(file, statement, written)
             found.append((origin.risk, covers, origin))
@@ -217,7 +225,9 @@ def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Itera
                     yield file, each, call.args[1]
 
 
-def _writes(program: ProgramSource, name: str, rows: Rows | None) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
+def _writes(
+    program: ProgramSource, name: str, called: str, rows: Rows | None
+) -> Iterator[tuple[str, ast.AST, ast.AST | None, int]]:
     """Statements that write to an attribute of this name or to an alias of it, with the value they write."""
     aliases = {name}
     for _, assignment in program.nodes(ast.Assign):
@@ -226,25 +236,28 @@ def _writes(program: ProgramSource, name: str, rows: Rows | None) -> Iterator[tu
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr):
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             for target in targets_of(node):
-                covers = _is_target(target, {name}, rows)
+                covers = _is_target(target, {name}, called, rows)
                 if covers:
                     yield file, node, node.value, covers
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield from ((file, node, value, covers) for value, covers in _written_by(node.value, aliases, rows))
+            yield from ((file, node, value, covers) for value, covers in _written_by(node.value, aliases, called, rows))
 
 
-def _written_by(call: ast.Call, names: set[str], rows: Rows | None) -> Iterator[tuple[ast.AST | None, int]]:
+def _written_by(
+    call: ast.Call, names: set[str], called: str, rows: Rows | None
+) -> Iterator[tuple[ast.AST | None, int]]:
     first = call.args[0] if call.args else None
     if not isinstance(call.func, ast.Attribute):
         return
     if call.func.attr == "load_state_dict":
         yield first, 1
-    elif call.func.attr in _WRITES:
-        covers = _is_target(call.func.value, names, rows)
+        return
+    if call.func.attr in _WRITES:
+        covers = _is_target(call.func.value, names, called, rows)
         if covers:
             yield first, covers
-    elif call.func.attr.endswith("_") and first is not None:  # nn.init.normal_(w)
-        covers = _is_target(first, names, rows)
+    if call.func.attr.endswith("_") and first is not None:  # nn.init.normal_(w)
+        covers = _is_target(first, names, called, rows)
         if covers:
             yield None, covers
 
@@ -256,8 +269,11 @@ def _reads(value: ast.AST, name: str) -> bool:
     return isinstance(value, ast.Attribute) and value.attr == name
 
 
-def _is_target(target: ast.AST, names: set[str], rows: Rows | None) -> int:
-    """0 if the target is something else. Higher if the part that is written to matches the bad rows better."""
+def _is_target(target: ast.AST, names: set[str], called: str, rows: Rows | None) -> int:
+    """0 if the target is something else. Higher if the part that is written to matches the bad rows better.
+
+    ``called`` is what the model calls the module of the parameter: ``x.fc.weight`` is not that of ``x.head``.
+    """
     covers = 2
     if isinstance(target, ast.Subscript):
         covers = _covers(target.slice, rows)
@@ -267,7 +283,15 @@ def _is_target(target: ast.AST, names: set[str], rows: Rows | None) -> int:
     if isinstance(target, ast.Subscript):
         target = target.value
     is_attribute = isinstance(target, ast.Attribute) and target.attr in names
+    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute) and not called.isdigit():
+        is_attribute = is_attribute and target.value.attr in (called, "module")
     return covers if is_attribute or (isinstance(target, ast.Name) and target.id in names) else 0
+
+
+def _has_large_number(statement: ast.AST) -> bool:
+    """True for ``nn.init.normal_(w, std=1e30)``."""
+    numbers = [each.value for each in ast.walk(statement) if isinstance(each, ast.Constant)]
+    return any(isinstance(number, (int, float)) and abs(number) > 1e6 for number in numbers)
 
 
 def _covers(index: ast.AST, rows: Rows | None) -> int:

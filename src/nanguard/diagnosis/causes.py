@@ -289,7 +289,7 @@ _FOUND_ELSEWHERE = (
     CauseRow(
         name="unknown",
         title="unknown",
-        fix="look at the operands above and at the line that made them",
+        fix="look at the operands, which nanguard explain prints, and at the line that made them",
         helps=("skip",),
     ),
 )

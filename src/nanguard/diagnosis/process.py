@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
 from nanguard.diagnosis.look import largest
-from nanguard.diagnosis.provenance import TraceEvent
+from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.state_faults import of_huge_parameter
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
@@ -153,10 +153,12 @@ def _rise_of_rate(readings: Sequence[Reading]) -> tuple[float, float, int] | Non
 
 
 def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
-    """A parameter of absurd size that was so from the start, and its size."""
+    """A parameter of absurd size that was so from the start, and its size: of the op, or of one before it."""
     parameters = exam.parts.state.parameters()
-    for leaf in filter(None, map(parameter_behind, event.note.parents)):
-        name, size = leaf.name.partition(" ")[2], size_of(leaf)
+    leaves = {leaf.name: leaf for note in _behind(event.note) for leaf in note.parents if isinstance(leaf, Leaf)}
+    sizes = {leaf.name: size_of(leaf) for leaf in leaves.values() if leaf.name.startswith("parameter ")}
+    for known, size in sorted(sizes.items(), key=lambda each: -each[1]):
+        name = known.partition(" ")[2]
         others = [largest(p) for other, p in parameters.items() if other != name]
         if size <= _ABSURD or (others and statistics.median(others) > _SANE):
             continue
@@ -166,6 +168,17 @@ def _huge_parameter(exam: Exam, event: TraceEvent) -> tuple[str, float] | None:
                 continue
         return name, size
     return None
+
+
+def _behind(note: Note) -> Iterator[Note]:
+    """The op, and those of the forward pass that its operands come from."""
+    todo, seen = [note], {id(note)}
+    while todo:
+        each = todo.pop()
+        yield each
+        new = [parent for parent in each.parents if isinstance(parent, Note) and id(parent) not in seen]
+        seen.update(map(id, new))
+        todo += new
 
 
 def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:

@@ -55,6 +55,7 @@ Found = tuple[str, str] | None
 Rule = Callable[[Case], Found]
 
 
+_LOGARITHMS = ("log", "log2", "log10", "log1p")
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
@@ -179,7 +180,9 @@ def exp(case: Case) -> Found:
 def log(case: Case) -> Found:
     if case.op in ("linalg_slogdet", "slogdet", "logdet"):
         return ("log_of_negative" if case.evidence.is_nan else "log_of_zero"), "the determinant is not positive"
-    if case.op not in ("log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
+    if case.op == "div" and case.note.node in _LOGARITHMS and case.note.phase == "backward" and case.is_birth:
+        return _derivative_of_log(case)
+    if case.op not in (*_LOGARITHMS, "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
         return None
     name = "other" if "xlog" in case.op else "self"
     value = _value(case.evidence.operand(name, "self"))
@@ -198,6 +201,20 @@ def log(case: Case) -> Found:
             return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:g} that was added is 0 in {eps[1]}"
         return "log_of_zero", f"{case.op} of {number(value)}" + (" (exactly)" if value else "")
     return None
+
+
+def _derivative_of_log(case: Case) -> Found:
+    divisor = _value(case.evidence.operand("other"))
+    if divisor is None or divisor == 0 or case.note.in_user_code:
+        return None
+    why = f"the derivative of {case.note.node} at {number(divisor)} exceeds {case.dtype}"
+    return "log_of_zero", f"{why}, although the logarithm itself does not"
+
+
+def _as_number(operand: Operand | None) -> str:
+    """Words for a denominator that is no tensor: to add an eps to it would hide the mistake."""
+    is_number = operand is not None and not operand.dtype
+    return ": the divisor is a number of the program, such as a setting or a count" if is_number else ""
 
 
 def divide(case: Case) -> Found:
@@ -221,10 +238,10 @@ def divide(case: Case) -> Found:
             ignored = ignored_label(case)
             if ignored is not None:
                 return "all_labels_ignored", f"every label is {number(ignored)}, which the loss leaves out: 0 / 0"
-            return "zero_over_zero", "0 / 0" + _sum_of_zeros(source)
+            return "zero_over_zero", "0 / 0" + (_sum_of_zeros(source) or _as_number(below))
         if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
-        return "div_by_zero", f"{number(dividend)} / 0"
+        return "div_by_zero", f"{number(dividend)} / 0{_as_number(below)}"
     if not case.is_birth or dividend is None or not math.isfinite(divisor):
         return None
     if case.op == "addcdiv" and abs(dividend / divisor) <= (65504.0 if case.dtype == "float16" else 3.4e38):

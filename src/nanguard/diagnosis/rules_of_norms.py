@@ -25,6 +25,9 @@ def normalisation(case: Case) -> Found:
     eps = given.value if (given := case.evidence.operand("eps")) is not None else None
     if not case.is_birth or eps is None:
         return None
+    spread = case.evidence.operand("running_var")
+    if spread is not None and spread.low is not None and spread.low < -eps:
+        return "sqrt_of_negative", f"running_var holds {spread.low:.3g}, and no variance is negative"
     if eps == 0 and not case.evidence.finite_in:
         return "zero_over_zero", "a row without variance is divided by the root of eps=0"
     if 0 < eps <= _SMALLEST and case.dtype != "float64":

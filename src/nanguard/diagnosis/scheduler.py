@@ -341,7 +341,9 @@ def _call_again(model: Any, call: Any) -> Tensor:
 def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool) -> Diagnosis:
     """The model is finite on its inputs, so the fault is in the code around it."""
     if gradient_is_bad:
-        because = "the gradient that reaches the model's output is non-finite already: the fault is in the loss"
+        because = (
+            "run again, the model is finite, and its gradient was not: the fault is in the loss, or the model changed"
+        )
     elif missed:
         because = "the model's forward pass is finite; the gradient of its output was too large to be kept"
     else:

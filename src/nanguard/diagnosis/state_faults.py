@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
@@ -26,6 +27,9 @@ _ABSURD_RATE = 1e3
 """No training has such a learning rate, whatever the optimizer."""
 
 _LEAVES_RANGE = frozenset(("div_by_zero", "overflow_any_precision", "overflow_fp16", "unknown"))
+
+_ABSURD = 1e12
+"""No initialisation makes numbers as large as this, or so much larger than the others."""
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
@@ -159,10 +163,11 @@ def _of_parameter(
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
     whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
     owner, line = _set_at(exam, state, name, span)
-    text = "" if line is None else line.text
     is_scattered = bad.ndim > 1 and not whole_rows and int(bad.sum()) > 1
-    is_garbage = "empty" in text or "memory" in text or (is_scattered and not is_trained)
+    typical = _typical(state.parameters()[name])
+    is_garbage = _names_memory(line) or (is_scattered and typical < _ABSURD and not is_trained)
     share = f"{int(bad.sum()):,} of {bad.numel():,} elements" + (", whole rows" if whole_rows else "")
+    share += f", and the others are as large as {typical:.3g}" * (typical >= _ABSURD)
     return replace(
         diagnosis,
         phase="parameter",
@@ -193,12 +198,13 @@ def absurd_rate(rates: Iterable[Any]) -> float | None:
 
 
 def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
-    """A finite parameter that is far larger than initialisation or training can make it."""
+    """A finite parameter that is far larger than training can make it."""
     owner, line = _set_at(exam, exam.parts.state, name)
     because = f"parameter {name} holds values of {size:.3g}, and no training has made them"
+    is_garbage = _names_memory(line) or _typical(exam.parts.state.parameters()[name]) < size / _ABSURD
     return Diagnosis(
         phase="parameter",
-        cause="uninitialized_memory",
+        cause="uninitialized_memory" if is_garbage else "parameter_corrupted",
         module=owner,
         source=line,
         is_line_traced=False,
@@ -207,13 +213,23 @@ def of_huge_parameter(exam: Exam, name: str, size: float) -> Diagnosis:
     )
 
 
+def _typical(parameter: Tensor) -> float:
+    """The median of the absolute values that are finite. Memory that nothing was written to has few large ones."""
+    values = parameter.detach().abs().flatten().float()
+    return float(values[torch.isfinite(values)].median().nan_to_num()) if parameter.numel() else 0.0
+
+
+def _names_memory(line: Source | None) -> bool:
+    return line is not None and ("empty" in line.text or "memory" in line.text)
+
+
 def _set_at(
     exam: Exam, state: TrainingState, name: str, rows: tuple[int, int, int] | None = None
 ) -> tuple[str, Source | None]:
     """The module of a parameter or buffer, and the line that sets it, None if not found."""
-    owner, _, attribute = name.rpartition(".")
+    owner = name.rpartition(".")[0]
     module = state.module(owner)
-    line = None if module is None else authorship.line_that_sets(module, attribute, exam.files(), rows)
+    line = None if module is None else authorship.line_that_sets(module, name, exam.files(), rows)
     return owner, line
 
 
