@@ -224,3 +224,21 @@ def test_a_running_variance_that_is_negative(sync: Any) -> None:
     found = trained(sync, model, F.cross_entropy)
     assert (found.cause, found.module) == ("sqrt_of_negative", "1")
     assert found.because == "running_var holds -2, and no variance is negative"
+
+
+@SYNCS
+@pytest.mark.parametrize(
+    ("lr", "decay", "cause"), [(0.1, 1e6, "weight_decay_too_high"), (1e12, 5e-4, "learning_rate_too_high")]
+)
+def test_a_weight_decay_that_makes_weights_grow(sync: Any, lr: float, decay: float, cause: str) -> None:
+    """A learning rate that is absurd itself is the cause, although it makes the decay too large as well."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = Stack()
+        optimizer = SGD(model.parameters(), lr=lr, weight_decay=decay, momentum=0.9, fused=True)
+        for x, y in [*batches(), *batches()]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x).square(), y).backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert found.cause == cause
+    assert ("multiplies weights by -1e+05 in each step" in found.because) == (cause == "weight_decay_too_high")

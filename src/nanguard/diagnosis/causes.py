@@ -239,6 +239,12 @@ _FOUND_ELSEWHERE = (
         helps=("lower_lr", "fix_code"),
     ),
     CauseRow(
+        name="weight_decay_too_high",
+        title="weight decay far too high",
+        fix="lower the weight decay: weights shrink only if the learning rate times the weight decay is below 1",
+        helps=("fix_code",),
+    ),
+    CauseRow(
         name="gradient_explosion",
         title="exploding gradients",
         fix="lower the learning rate and clip the gradient norm",

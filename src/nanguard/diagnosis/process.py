@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch.optim import SGD, Optimizer
+
 from nanguard.diagnosis.exam import Exam, parameter_behind, size_of
 from nanguard.diagnosis.look import largest
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
@@ -134,13 +136,26 @@ def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:
         return diagnosis
     because = f"{jump.name} grew from {jump.then:.3g} to {jump.now:.3g} in {counted(num, 'step')}"
     how = f"of {type(optimizer).__name__} with lr={rate:g}" if rate else "by the program's own update"
+    decay = _overshooting_decay(optimizer)
+    if decay is not None:
+        how += f" and weight_decay={decay[0]:g}: the decay alone multiplies weights by {decay[1]:.3g} in each step"
     return replace(
         diagnosis,
-        cause="learning_rate_too_high",
+        cause="learning_rate_too_high" if decay is None else "weight_decay_too_high",
         because=f"{because} {how}",
         samples=(),
         evidence=(*diagnosis.evidence, diagnosis.because),
     )
+
+
+def _overshooting_decay(optimizer: Optimizer) -> tuple[float, float] | None:
+    """A weight decay that is absurd itself and makes weights larger, and by which factor. None if there is none."""
+    for group in optimizer.param_groups:
+        rate, decay = float(group.get("lr", 0.0)), float(group.get("weight_decay") or 0.0)
+        is_applied = isinstance(optimizer, SGD) or group.get("decoupled_weight_decay")
+        if is_applied and decay > 1 and rate * decay > 2:
+            return decay, 1 - rate * decay
+    return None
 
 
 def _rise_of_rate(readings: Sequence[Reading]) -> tuple[float, float, int] | None:

@@ -18,7 +18,7 @@ from nanguard.state.batches import filled
 from nanguard.state.casts import has_half_weights
 from nanguard.state.trees import tensors
 
-_OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
+_OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high", "weight_decay_too_high")
 """Causes that are not in the batch."""
 
 _HALF = ("torch.float16", "torch.bfloat16")

@@ -31,7 +31,7 @@ from nanguard.step.precision import NAMES, LossScale
 COMPARED = ("cause", "op", "module")
 
 # Only the steps before distinguish these from a plain overflow. They name the enclosing module.
-_BY_HISTORY = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high")
+_BY_HISTORY = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high", "weight_decay_too_high")
 _DAMAGE = ("parameter_corrupted", "buffer_corrupted", "optimizer_state_corrupted")
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 
@@ -227,7 +227,7 @@ def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]
 def _is_known_by_history(then: Diagnosis, now: Diagnosis) -> bool:
     """Whether it is the same overflow, for which the run had another name because it knew the steps before."""
     is_inside = f"{now.module}.".startswith(f"{then.module}.") or not then.module
-    is_overflow = now.cause in _OVERFLOWS or then.cause == "learning_rate_too_high"
+    is_overflow = now.cause in _OVERFLOWS or then.cause in ("learning_rate_too_high", "weight_decay_too_high")
     return then.cause in _BY_HISTORY and is_overflow and then.op == now.op and is_inside
 
 
