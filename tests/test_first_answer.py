@@ -242,3 +242,23 @@ def test_a_weight_decay_that_makes_weights_grow(sync: Any, lr: float, decay: flo
     found = first(autopilot.incidents)
     assert found.cause == cause
     assert ("multiplies weights by -1e+05 in each step" in found.because) == (cause == "weight_decay_too_high")
+
+
+@SYNCS
+def test_a_line_that_is_a_part_of_a_statement_is_shown_with_the_rest(sync: Any) -> None:
+    def loss_fn(out: Tensor, y: Tensor) -> Tensor:
+        count = (y > 5).sum()
+        loss = (
+            F.cross_entropy(  # the line that torch names
+                out,
+                y,
+            )
+            / count
+        )
+        return loss  # noqa: RET504
+
+    found = trained(sync, nn.Linear(4, 3), loss_fn)
+    assert found.source is not None
+    assert found.source.text == "F.cross_entropy(  # the line that torch names"
+    assert found.source.statement == "loss = F.cross_entropy(out, y) / count"
+    assert "loss = F.cross_entropy(out, y) / count" in str(found)

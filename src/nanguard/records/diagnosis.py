@@ -28,12 +28,16 @@ Depth = Literal["full", "brief"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A line of the user's program. The ``file`` of a cell of a notebook is ``cell 3``."""
+    """A line of the user's program. The ``file`` of a cell of a notebook is ``cell 3``.
+
+    ``statement`` is the whole statement if the line is only a part of it.
+    """
 
     file: str
     line: int
     function: str = ""
     text: str = ""
+    statement: str = ""
 
     def __str__(self) -> str:
         name = self.file.replace(chr(92), "/").rpartition("/")[2]

@@ -110,7 +110,7 @@ def _where(diagnosis: Diagnosis) -> str:
     elif diagnosis.phase == "data":  # the line was found by reading where the data come from
         place = ", ".join(filter(None, [line and f"{line} makes it", module and f"first used in {module}"]))
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
-    code = verbatim(source.text) if source is not None and source.text else ""
+    code = verbatim(source.statement or source.text) if source is not None and source.text else ""
     return (f"{place} ({what})" if place else what) + code
 
 

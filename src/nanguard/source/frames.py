@@ -21,6 +21,7 @@ from nanguard import _compat
 from nanguard.records.diagnosis import Source
 from nanguard.source.cells import cell_of
 from nanguard.source.modules import Modules
+from nanguard.source.statements import statement_at
 
 _FRAMEWORKS = (
     "accelerate",
@@ -154,12 +155,13 @@ def calling_point() -> tuple[Place, int] | None:
 
 
 def source_of(place: Place | None) -> Source | None:
-    """The source record of a place, with the text of its line."""
+    """The source record of a place, with the text of its line and of its statement."""
     if place is None:
         return None
     file, line, function = place
     text = linecache.getline(file, line).strip()
-    return Source(file=cell_of(file) or file, line=line, function=function, text=text)
+    name, statement = cell_of(file) or file, statement_at(file, line)
+    return Source(file=name, line=line, function=function, text=text, statement=statement)
 
 
 def user_files(objects: Any) -> list[str]:
