@@ -262,3 +262,22 @@ def test_a_line_that_is_a_part_of_a_statement_is_shown_with_the_rest(sync: Any) 
     assert found.source.text == "F.cross_entropy(  # the line that torch names"
     assert found.source.statement == "loss = F.cross_entropy(out, y) / count"
     assert "loss = F.cross_entropy(out, y) / count" in str(found)
+
+
+@SYNCS
+def test_data_that_a_loop_goes_through_have_no_wrong_name(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for step in range(3):
+            values = [model(torch.ones(4)) for _ in range(3)]
+            rewards = torch.from_numpy(torch.full((3,), NAN if step == 1 else 1.0).numpy())
+            loss = torch.zeros(())
+            for value, reward in zip(values, rewards, strict=True):
+                loss = loss + (value - reward).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert "values" not in found.because
+    assert "argument 0'] holds NaN" in found.because

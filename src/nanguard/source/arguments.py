@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
 import linecache
 from types import CodeType
@@ -48,6 +49,8 @@ def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.
     if not isinstance(node, ast.Call):
         return []
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    if len(given) > 1 and isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
+        return []  # zip(a, b) goes through one of them, and does not show which
     if (is_method or len(given) < num) and isinstance(node.func, ast.Attribute):
         given = [node.func.value, *given]
     return given[:num]
