@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -281,3 +282,32 @@ def test_data_that_a_loop_goes_through_have_no_wrong_name(sync: Any) -> None:
     found = first(autopilot.incidents)
     assert "values" not in found.because
     assert "argument 0'] holds NaN" in found.because
+
+
+@SYNCS
+def test_a_variable_of_an_old_program_is_the_tensor_inside(sync: Any) -> None:
+    """What is written to it is made again, and data are named as they came, with the sample that they came in."""
+    told = []
+    for kind in ("write", "mixed"):
+        with nanguard.install(sync=sync) as autopilot:
+            model = nn.Linear(4, 3)
+            optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+            for place, (x, y) in enumerate(batches()):
+                x[5, 0] = NAN if (kind, place) == ("mixed", 1) else 0.0
+                mixed = Variable((x + x.flip(0)) / 2)
+                outputs = Variable(torch.zeros(2, 8, 3))
+                for number in range(2):
+                    outputs[number] = model(mixed)
+                count = (y > 5).sum() if (kind, place) == ("write", 1) else 8
+                loss = (outputs.log_softmax(-1) * 0).sum() / count  # empty
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        told.append(first(autopilot.incidents))
+    assert [found.capture for found in told] == ["tape", "tape"]
+    assert told[0].cause == "zero_over_zero"
+    assert told[0].source is not None
+    assert told[0].source.line == line("empty")
+    assert "batch['x'] holds NaN at [5, 0]" in told[1].because
+    assert told[1].dataset_indices == (13,)
+    assert type(Variable).__call__ is type.__call__, "as it was before"

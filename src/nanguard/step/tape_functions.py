@@ -1,4 +1,4 @@
-"""Calls of autograd Functions and of compiled code: torch does not tell its modes of them."""
+"""Calls of autograd Functions, of ``Variable`` and of compiled code: torch does not tell its modes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from torch.autograd import Function
+from torch import Tensor
+from torch.autograd import Function, Variable
 
 from nanguard import _compat_modes
 
@@ -44,7 +45,7 @@ class Listening(ABC):
 
 
 class FunctionCalls(Listening):
-    """The tape is told of every call of ``Function.apply``.
+    """The tape is told of every call of ``Function.apply``, and of ``Variable(tensor)`` in old programs.
 
     In ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when the tape
     begins. Only methods that are looked up while it listens are seen, so it is best to listen for good.
@@ -58,11 +59,13 @@ class FunctionCalls(Listening):
         if self._original is None:
             self._original = vars(Function)["apply"]
             Function.apply = classmethod(_applying(self._tape, self._original))  # type: ignore[assignment, method-assign]
+            type(Variable).__call__ = _aliasing(self._tape)  # type: ignore[method-assign]
         return True
 
     def end(self) -> None:
         if self._original is not None and not self.stays:
             Function.apply, self._original = self._original, None  # type: ignore[method-assign]
+            del type(Variable).__call__
 
 
 class CompiledCalls(Listening):
@@ -89,3 +92,15 @@ def _applying(tape: FunctionTape, original: Any) -> Callable[..., Any]:
         return tape.call(bound, args, kwargs) if tape.may_call() else bound(*args, **kwargs)
 
     return apply
+
+
+def _aliasing(tape: FunctionTape) -> Callable[..., Any]:
+    """``Variable(tensor)`` is the same as ``tensor.detach()``, which a tape can hold."""
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        is_alias = len(args) == 1 and type(args[0]) is Tensor and not kwargs
+        return (
+            tape.call(Tensor.detach, args, {}) if is_alias and tape.may_call() else type.__call__(cls, *args, **kwargs)
+        )
+
+    return call
