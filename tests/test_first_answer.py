@@ -311,3 +311,20 @@ def test_a_variable_of_an_old_program_is_the_tensor_inside(sync: Any) -> None:
     assert "batch['x'] holds NaN at [5, 0]" in told[1].because
     assert told[1].dataset_indices == (13,)
     assert type(Variable).__call__ is type.__call__, "as it was before"
+
+
+@SYNCS
+def test_a_tensor_beside_a_number_does_not_get_the_name_of_the_number(sync: Any) -> None:
+    share, told = 0.5, []
+    for kind in ("product", "difference", "literal"):
+        with nanguard.install(sync=sync) as autopilot:
+            model = nn.Linear(4, 3)
+            optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+            for x, y in batches():
+                x[5] = NAN
+                mixed = share * x if kind == "product" else share - x if kind == "difference" else 0.5 * x
+                optimizer.zero_grad()
+                F.cross_entropy(model(mixed), y).backward()
+                optimizer.step()
+        told.append(first(autopilot.incidents).because.partition(" holds")[0])
+    assert told == ["batch['the tensor in share * x']", "batch['x']", "batch['x']"]

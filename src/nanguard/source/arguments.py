@@ -26,6 +26,21 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     return [name if len(name) <= _LONGEST else "" for name in names] if len(names) == num else []
 
 
+def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, is_method: bool) -> list[str]:
+    """As ``argument_names``, if the second argument is a number: in ``a * b`` torch has changed their order, or not."""
+    names = argument_names(code, at, 2, is_method=is_method)
+    text = "" if code is None else _expression(code, at)
+    try:
+        node = ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:
+        return names
+    if not isinstance(node, ast.BinOp) or len(names) != 2 or isinstance(node.right, ast.Constant):
+        return names
+    if is_reflected or isinstance(node.left, ast.Constant):
+        return names[::-1]
+    return [f"the tensor in {ast.unparse(node)}", ""] if isinstance(node.op, (ast.Mult, ast.Add)) else names
+
+
 def names_of_parts(name: str, num: int) -> list[str]:
     """The names of ``num`` tensors inside an argument: of ``[a, b[0]]`` these are ``a`` and ``b[0]``."""
     if num == 1:

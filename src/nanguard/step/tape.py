@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanguard import _compat, _compat_modes
-from nanguard.source.arguments import argument_names
+from nanguard.source.arguments import argument_names, names_beside_number
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors
@@ -111,6 +111,10 @@ class Row(NamedTuple):
         if isinstance(self.code, SavedPosition):
             return list(self.code.names)
         is_method = self.function is not None and getattr(Tensor, self.name, None) is self.function
+        if len(self.args) == 2 and not list(tokens(self.args[1])):
+            return names_beside_number(
+                self.code, self.at, is_reflected=self.name.startswith("__r"), is_method=is_method
+            )
         return argument_names(self.code, self.at, len(self.args), is_method=is_method)
 
     @property
