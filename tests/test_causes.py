@@ -90,6 +90,7 @@ class Program:
     prepare: Callable[[Any, Any], None] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     lr: float = 0.0
+    decay: float = 0.0
     harmless: str = ""
     xfail: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -169,7 +170,7 @@ def diagnosed(one: Program) -> Diagnosis:
             return nanguard.diagnose(model, loss_fn, batch, optimizer, depth="brief", **options)
         guard = nanguard.Guard(
             model,
-            torch.optim.SGD(model.parameters(), lr=one.lr),
+            torch.optim.SGD(model.parameters(), lr=one.lr, weight_decay=one.decay),
             policy=nanguard.Policy(divergence=None),
             max_norm=None,
             loss_scale=None,
@@ -1201,6 +1202,20 @@ class AStepTooLong(nn.Module):
     lr=1e5,
 )
 class AStepFarTooLong(AStepTooLong):
+    def forward(self, h):
+        out = self.layer(h.detach())
+        return (out**2).amax()  # guilty
+
+
+@program(
+    "weight_decay_too_high",
+    "pow",
+    "head.layer.weight grew from ... and weight_decay=1e+09: the decay alone multiplies weights by -1e+08 in each step",
+    batch=inputs,
+    lr=0.1,
+    decay=1e9,
+)
+class ADecayFarTooHigh(AStepTooLong):
     def forward(self, h):
         out = self.layer(h.detach())
         return (out**2).amax()  # guilty

@@ -85,6 +85,23 @@ def test_a_network_that_is_not_trained_has_its_names(sync: Any, name: str, cause
 
 
 @SYNCS
+def test_a_network_of_another_optimizer_is_trained(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        body, head = nn.Linear(4, 4), nn.Linear(4, 3)
+        with torch.no_grad():
+            head.weight[2] = NAN
+        optimizers = [SGD(each.parameters(), lr=0.1, fused=True) for each in (body, head)]
+        for x, y in batches():
+            F.cross_entropy(F.linear(body(x), head.weight), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    told = [incident.diagnosis for incident in autopilot.incidents[:2] if incident.diagnosis is not None]
+    assert told
+    assert not any("not trained" in found.because or "TrainedModules" in found.because for found in told)
+
+
+@SYNCS
 def test_data_have_the_name_of_their_place_in_a_call(sync: Any) -> None:
     """Of a list its entry, of a keyword the keyword, and of a call over several lines the same."""
     told = []

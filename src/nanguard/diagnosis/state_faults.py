@@ -95,7 +95,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         return replace(diagnosis, phase="optimizer", cause=cause, because=because, samples=(), evidence=())
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
-        return _of_held(diagnosis, held)
+        return _of_held(exam, diagnosis, held)
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     names = _names_of(exam, event.origin)
@@ -109,8 +109,12 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
 
 
-def _of_held(diagnosis: Diagnosis, held: Held) -> Diagnosis:
-    """A weight, running mean or table of a module that no optimizer of the step trains: a frozen network, a loss."""
+def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
+    """A weight, running mean or table of a module that this network does not contain: a frozen one, another, a loss."""
+    others = [parts.state for parts in exam.parts.other_parts()]
+    tensors = [each for state in others for each in (*state.parameters().values(), *state.buffers().values())]
+    is_trained = any(held.tensor is each for each in tensors)
+    whose = "which another optimizer trains" if is_trained else "which is not trained"
     is_statistic = held.name.rpartition(".")[2].startswith("running_")
     cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
     return replace(
@@ -118,7 +122,7 @@ def _of_held(diagnosis: Diagnosis, held: Held) -> Diagnosis:
         phase=held.kind,
         cause="parameter_corrupted" if held.kind == "parameter" else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, which is not trained, held {_what_and_where(where_bad(held.tensor))} before the step",
+        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step",
         samples=(),
     )
 

@@ -217,7 +217,7 @@ def _differences(then: Diagnosis | None, now: Diagnosis | None) -> Iterator[str]
     if now is None:
         again = "" if then is None or then.repeats else ", as it was when the run tried it again"
         yield f"the step is finite here{again}"
-    elif then is not None and not _is_known_by_history(then, now) and not _is_same_damage(then, now):
+    elif then is not None and not any(is_same(then, now) for is_same in _THE_SAME):
         for name in COMPARED:
             before, after = getattr(then, name), getattr(now, name)
             if before != after:
@@ -234,6 +234,17 @@ def _is_known_by_history(then: Diagnosis, now: Diagnosis) -> bool:
 def _is_same_damage(then: Diagnosis, now: Diagnosis) -> bool:
     """Whether the state of the same module was non-finite before the step; the run recorded no op for it."""
     return then.cause in _DAMAGE and not then.op and now.phase in ("parameter", "buffer") and then.module == now.module
+
+
+def _is_saved_as_data(then: Diagnosis, now: Diagnosis) -> bool:
+    """Whether the same line uses a tensor of a module that is not trained: what was saved of it is a plain tensor."""
+    was_held = then.phase in ("parameter", "buffer") and then.is_line_traced and then.source is not None
+    is_same_use = now.source is not None and then.source is not None and then.source.line == now.source.line
+    return was_held and now.cause == "input_nonfinite" and is_same_use and then.op == now.op
+
+
+_THE_SAME = (_is_known_by_history, _is_same_damage, _is_saved_as_data)
+"""Ways in which a diagnosis may have another name and be the same."""
 
 
 def _loss_scale(bundle: Bundle) -> LossScale | None:

@@ -45,6 +45,11 @@ def _is_made(module: nn.Module) -> bool:
     return "training" in vars(module)
 
 
+def _is_ours(module: nn.Module) -> bool:
+    """True for what stands for several networks of a program that train together."""
+    return type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[Kind, str, Tensor]]:
     """Its own, not those of the modules inside."""
     yield from (("parameter", name, tensor) for name, tensor in module.named_parameters(recurse=False))
@@ -55,7 +60,7 @@ def _from_outside(module: nn.Module, modules: list[nn.Module]) -> tuple[list[str
     """The path to a module from the outermost one that contains it, and the class of that one."""
     above = {id(child): (parent, name) for parent in modules for name, child in parent.named_children()}
     path: list[str] = []
-    while id(module) in above:
+    while id(module) in above and not _is_ours(above[id(module)][0]):
         module, name = above.pop(id(module))  # popped, so that a circle ends
         path.insert(0, name)
     return path, type(module).__name__
