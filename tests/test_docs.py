@@ -18,7 +18,7 @@ from nanguard.cli.run import PARENT
 from nanguard.incidents import bundle
 from nanguard.runlog import writer as runlog
 from nanguard.state import rng, undo
-from nanguard.step import parts as parts
+from nanguard.step import update_checks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -67,7 +67,7 @@ def _text(page: str) -> str:
     ("page", "claim"),
     [
         ("docs/guide.md", f"Buffers of {undo._LARGE:,} elements and more"),
-        ("docs/guide.md", f"for {parts._CAREFUL_STEPS:,} steps, every update is checked"),
+        ("docs/guide.md", f"for {update_checks._MANY_STEPS:,} steps, every update is checked"),
         ("docs/guide.md", f"the first {rng._FIRST} steps and every {rng._EVERY}th are looked at"),
         (
             "docs/guide.md",

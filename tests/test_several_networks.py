@@ -26,7 +26,7 @@ from nanguard.incidents.reader import load
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.panel import repeated
 from nanguard.replay.program import program_of
-from nanguard.source.arguments import element_names
+from nanguard.source.arguments import names_of_parts
 
 BARE = """
     import torch
@@ -170,9 +170,10 @@ def test_the_traceback_of_a_torch_call_that_is_noted_has_no_line_of_ours(tmp_pat
 
 
 def test_tensors_in_a_list_have_names() -> None:
-    assert element_names("[x, self.c[0]]", 2) == ["x", "self.c[0]"]
-    assert element_names("(x, y)", 3) == []
-    assert element_names("x", 1) == element_names("[x", 1) == []
+    assert names_of_parts("[x, self.c[0]]", 2) == ["x", "self.c[0]"]
+    assert names_of_parts("x", 1) == ["x"]
+    assert names_of_parts("(x, y)", 3) == ["(x, y), 0", "(x, y), 1", "(x, y), 2"]
+    assert names_of_parts("[x", 2) == ["[x, 0", "[x, 1"]
 
 
 # ---- what another optimizer trains -----------------------------------------------------------------------------------
