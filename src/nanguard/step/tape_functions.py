@@ -54,18 +54,23 @@ class FunctionCalls(Listening):
     def __init__(self, tape: FunctionTape) -> None:
         self._tape = tape
         self._original: Any = None
+        self._alias_before: Any = None
 
     def begin(self) -> bool:
         if self._original is None:
             self._original = vars(Function)["apply"]
             Function.apply = classmethod(_applying(self._tape, self._original))  # type: ignore[assignment, method-assign]
+            self._alias_before = vars(type(Variable)).get("__call__")
             type(Variable).__call__ = _aliasing(self._tape)  # type: ignore[method-assign]
         return True
 
     def end(self) -> None:
         if self._original is not None and not self.stays:
             Function.apply, self._original = self._original, None  # type: ignore[method-assign]
-            del type(Variable).__call__
+            if self._alias_before is not None:  # that of another tape
+                type(Variable).__call__ = self._alias_before  # type: ignore[method-assign]
+            elif "__call__" in vars(type(Variable)):
+                del type(Variable).__call__
 
 
 class CompiledCalls(Listening):
