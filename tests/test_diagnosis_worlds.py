@@ -20,6 +20,7 @@ from cpu import NO_BF16_LSTM, has_bf16_lstm
 from helpers import NAN, differences, everything, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
+from nanguard.diagnosis.authorship import line_that_makes_data
 from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.slicing import ProgramSource
 from nanguard.records.diagnosis import Diagnosis
@@ -930,3 +931,19 @@ def test_a_method_is_looked_for_in_its_own_class_and_its_bases(tmp_path: Path) -
     program = ProgramSource((str(file),))
     assert [source.line for source in program.lines_behind(str(file), 8, "log")] == [4]
     assert [source.line for source in program.lines_behind(str(file), 16, "log")] == [12]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_risky"),
+    [
+        ("data = torch.load(folder / name / f'{step}.pt')", False),
+        ("data = torch.load(Path(root) / name)", False),
+        ("data = torch.load(folder / 'a.pt') / total", True),
+        ("data = values / total", True),
+    ],
+)
+def test_the_path_of_a_file_is_no_division_of_numbers(tmp_path: Path, text: str, is_risky: bool) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"def load(self):\n    {text}\n")
+    line = line_that_makes_data(["data"], None, 0, [str(file)])
+    assert (line is not None) == is_risky

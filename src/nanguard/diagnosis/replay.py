@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Replay:
         self.seconds_of_last = 0.0
         self._began = time.monotonic()
         self._written: set[str] = set()
+        self._others: list[Tensor] = []  # what else the program writes to: what its hooks sum up, say
         self._state = parts.state
         self._modules = Modules(parts.state.own_model, parts.other_networks())
         self._generators: list[Generator] = []
@@ -56,8 +57,13 @@ class Replay:
     def watched(self, *, update: bool = False) -> WatchedRun:
         """Trace every op of the step, with ``update`` also the optimizers'. Stop at the first non-finite result."""
         saved: dict[str, tuple[Tensor, Tensor]] = {}
+        others = [(tensor, tensor.clone()) for tensor in self._others]
 
         def save(name: str, tensor: Tensor) -> None:
+            if not name:
+                self._others += _whole_memory(tensor)
+                others.extend((each, each.clone()) for each in self._others[len(others) :])
+                return
             whole = {name: tensors_by_kind(self._state).get(name, tensor)}
             for each, thing in (self._sharing(tensor) if name in self._data else whole).items():
                 saved.setdefault(each, (thing, thing.detach().clone()))
@@ -77,7 +83,7 @@ class Replay:
                     self._watch_update(run)
         finally:
             self._written |= {name for name in saved if not name.startswith("buffer ")}
-            _write_back(saved)
+            _write_back([*saved.values(), *others])
             for generator, state in trace.generators.values():
                 generator.set_state(state)
                 self._generators.append(generator)
@@ -191,7 +197,8 @@ class Replay:
     def _kept(self) -> Iterator[None]:
         """What the user's program was seen to write to is put back."""
         live = {**tensors_by_kind(self._state), **self._data} if self._written else {}
-        saved = {name: (live[name], live[name].detach().clone()) for name in self._written & set(live)}
+        kept = [*(live[name] for name in self._written & set(live)), *self._others]
+        saved = [(tensor, tensor.detach().clone()) for tensor in kept]
         try:
             yield
         finally:
@@ -220,9 +227,17 @@ class _Alone(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def _write_back(saved: dict[str, tuple[Tensor, Tensor]]) -> None:
-    for tensor, copy in saved.values():
+def _write_back(saved: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, copy in saved:
         tensor.copy_(copy)
+
+
+def _whole_memory(tensor: Tensor) -> list[Tensor]:
+    """All bytes that a tensor may be a part of; nothing for one that has none of its own, such as a sparse one."""
+    if tensor.layout is not torch.strided or tensor.is_meta or _compat.storage_of(tensor) is tensor:
+        return []
+    with torch.inference_mode(tensor.is_inference()):
+        return [torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())]
 
 
 def _data(pending: PendingStep) -> Iterator[tuple[str, Tensor]]:

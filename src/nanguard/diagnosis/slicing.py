@@ -163,10 +163,12 @@ def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
 
 def risk_of(value: ast.AST) -> int:
     """How likely an expression itself returns NaN or Inf."""
-    risk = 0
+    risk, paths = 0, _paths_in(value)
     for each in ast.walk(value):
         if is_nonfinite_literal(each):
             return _LITERAL
+        if id(each) in paths:
+            continue
         if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) and not isinstance(each.right, ast.Constant):
             risk = max(risk, _LIKELY)
         elif isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow):
@@ -178,15 +180,32 @@ def risk_of(value: ast.AST) -> int:
     return risk
 
 
+def _paths_in(value: ast.AST) -> set[int]:
+    """Identities of the divisions that join a path: ``folder / name / "data.pt"``."""
+    found: set[int] = set()
+    for each in ast.walk(value):
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div):
+            sides = (each.left, each.right)
+            if id(each) in found or any(map(_is_text, sides)):
+                found |= {id(each), id(each.left)}
+    return found
+
+
+def _is_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return last_name(node.func) in ("Path", "str", "format")
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
 def computes(value: ast.AST, op: str) -> bool:
     """True if an expression contains an op: ``torch.log(p)``, ``p.log()``, ``a / b``."""
     operator = _OPERATORS.get(op)
     for each in ast.walk(value):
         if isinstance(each, ast.Call) and last_name(each.func) == op:
             return True
-        by_number = isinstance(each, ast.BinOp) and isinstance(each.right, ast.Constant)
         if operator is not None and isinstance(each, ast.BinOp) and isinstance(each.op, operator):
-            return not (op == "div" and by_number)  # division by a constant stays finite
+            by_number = isinstance(each.right, ast.Constant)  # stays finite
+            return not (op == "div" and (by_number or id(each) in _paths_in(value)))
     return False
 
 

@@ -51,7 +51,7 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     ``generators`` are the program's random generators that ops used, with their states before. ``save`` is called once
     with the name and tensor of each parameter, buffer or optimizer state, before the user's program writes to it
-    outside the optimizer.
+    outside the optimizer, and without a name for other tensors from before the step.
     """
 
     def __init__(self, modules: Modules, save: Callable[[str, Tensor], None] | None = None) -> None:
@@ -193,8 +193,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             key = _compat.storage_key(tensor)
             name = self._watched.get(key)
-            if name is not None and not self.in_update and name not in self.writes and self._save is not None:
-                self._save(name, tensor)
+            if self._save is not None and not self.in_update and name not in self.writes and key not in self._made:
+                self._save(name or "", tensor)
             if can_look(tensor) and tensor.numel() <= _LARGEST_COPY:
                 copies[id(tensor)] = tensor.detach().clone()
         return copies

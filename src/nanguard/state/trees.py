@@ -9,12 +9,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 """Types that hold no tensor: a batch may have millions of them."""
+
+_NO_RESULTS = (nn.Module, type, ModuleType)
+"""Objects whose attributes are no results of a call, though it may return them."""
+
+_MOST_CONTAINERS = 1024
+"""An object may lead to everything that the program holds."""
 
 
 def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -52,6 +59,33 @@ def _tensors_inside(tree: Any) -> Iterator[Tensor]:
     for _, child in children(tree) or ():
         if type(child) not in PLAIN:
             yield from tensors(child)
+
+
+def tensors_returned(result: Any) -> list[Tensor]:
+    """The tensors in what a module returned, each once and in order.
+
+    Also those that its objects have as attributes, such as the parameters of a distribution.
+    """
+    if isinstance(result, Tensor):
+        return [result]
+    found: dict[int, Tensor] = {}
+    _collect(result, found, set())
+    return list(found.values())
+
+
+def _collect(tree: Any, found: dict[int, Tensor], seen: set[int]) -> None:
+    if isinstance(tree, Tensor):
+        found.setdefault(id(tree), tree)
+        return
+    inside = children(tree)
+    if inside is None:
+        inside = vars(tree).items() if hasattr(tree, "__dict__") and not isinstance(tree, _NO_RESULTS) else ()
+    if id(tree) in seen or len(seen) >= _MOST_CONTAINERS:
+        return
+    seen.add(id(tree))
+    for _, child in inside:
+        if type(child) not in PLAIN:
+            _collect(child, found, seen)
 
 
 def is_float(tensor: Tensor) -> bool:

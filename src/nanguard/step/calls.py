@@ -20,7 +20,7 @@ from nanguard import _compat, _compat_modes
 from nanguard.source.frames import Place, calling_line
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
-from nanguard.state.trees import is_float, mapped, tensors
+from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 
 if TYPE_CHECKING:
     from nanguard.step.tape_recorder import TapeRecorder
@@ -52,8 +52,8 @@ class Call:
     outputs: list[Tensor] = field(default_factory=list)
     has_returned: bool = False
     is_evaluation: bool = False
-    graph: Callable[[], Any] | None = None
-    """Returns None once the graph of the outputs is gone."""
+    graphs: list[Callable[[], Any]] = field(default_factory=list)
+    """Each returns None once the graph of an output is gone."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -63,7 +63,9 @@ class Call:
     @property
     def is_discarded(self) -> bool:
         """Whether the program has thrown the outputs away, without a backward pass. Does not sync."""
-        return bool(self.outputs) and self.graph is not None and self.graph() is None and not self.has_gradients
+        if not self.outputs or not self.graphs or self.has_gradients:
+            return False
+        return all(graph() is None for graph in self.graphs)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -206,7 +208,7 @@ def _save_gradients(call: Call, output: Any) -> None:
             saver = _Saver(call.gradients, place)
             tensor.register_hook(saver)  # type: ignore[no-untyped-call]
             call.outputs.append(tensor.detach())
-            call.graph = weakref.ref(saver)
+            call.graphs.append(weakref.ref(saver))
 
 
 class UncopiedHook:
@@ -264,4 +266,4 @@ def _has_values() -> bool:
 
 def _outputs(tree: Any) -> list[Tensor]:
     """Tensors that a gradient can reach, in a fixed order."""
-    return [tensor for tensor in tensors(tree) if tensor.requires_grad]
+    return [tensor for tensor in tensors_returned(tree) if tensor.requires_grad]

@@ -19,7 +19,7 @@ from nanguard import _compat, _compat_modes
 from nanguard.source.arguments import argument_names, names_beside_number
 from nanguard.source.frames import Place
 from nanguard.state.rng import RngState
-from nanguard.state.trees import is_float, mapped, tensors
+from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
 
 
@@ -319,6 +319,8 @@ def filled_in(tree: Any, value_of: Any) -> Any:
 
 def results_of(row: Row, args: Any, result: Any) -> list[Tensor]:
     """The tensors that a row made, in order. A call that returns None has changed its first argument."""
+    if row.call is not None:
+        return tensors_returned(result)
     return [args[0]] if result is None else list(tensors(result))
 
 

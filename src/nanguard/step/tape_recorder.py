@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import HANDLERS, is_users_file
 from nanguard.state.rng import RngState
-from nanguard.state.trees import PLAIN, mapped, tensors
+from nanguard.state.trees import PLAIN, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
 from nanguard.step.tape import (
     CallTape,
@@ -218,7 +218,7 @@ class TapeRecorder(TorchFunctionMode):
         if self.tape is not None and not self._is_inside:
             code, at = self._position(sys._getframe(1))
             raw = (None, args, kwargs, code, at, torch.is_grad_enabled(), call.autocast, call.rng, call)
-            self._append(raw, list(tensors(output)))
+            self._append(raw, tensors_returned(output))
             self._num_calls += 1
             self.tape.has_calls = True
 

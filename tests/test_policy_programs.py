@@ -1,0 +1,110 @@
+"""Programs of reinforcement learning and meta-learning under ``install``, as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
+from torch.optim import SGD, Adam
+
+import nanguard
+from helpers import NAN
+from nanguard.records.diagnosis import Diagnosis
+
+BAD, STEPS = 3, 6
+
+
+def line(mark: str) -> int:
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
+
+
+def only(incidents: Any) -> Diagnosis:
+    (incident,) = incidents
+    assert incident.diagnosis is not None
+    found: Diagnosis = incident.diagnosis
+    return found
+
+
+def at(found: Diagnosis) -> int:
+    assert found.source is not None
+    assert found.source.file == __file__
+    return found.source.line
+
+
+# ---- modules that return objects -------------------------------------------------------------------------------------
+
+
+class OwnGaussian:
+    """A distribution as autoencoders define it themselves. It also knows itself, and its module."""
+
+    def __init__(self, mean: Tensor, owner: nn.Module) -> None:
+        self.mean, self.parts, self.owner, self.itself = mean, {"logvar": mean * 0.5}, owner, self
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        logvar = self.parts["logvar"]
+        return -0.5 * (logvar + (action[..., None] - self.mean).pow(2) / logvar.exp()).sum(-1)
+
+
+class Policy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.scores = kind, nn.Linear(4, 3)
+
+    def forward(self, state: Tensor) -> Any:
+        scores = self.scores(state)
+        if self.kind == "categorical":
+            return Categorical(logits=scores)
+        if self.kind == "independent":
+            return Independent(Normal(scores.mean(-1, keepdim=True), scores.exp().mean(-1, keepdim=True)), 1)
+        return OwnGaussian(scores, self)
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+@pytest.mark.parametrize("kind", ["categorical", "independent", "own"])
+def test_a_module_may_return_a_distribution(kind: str, sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        policy = Policy(kind)
+        optimizer = Adam(policy.parameters(), fused=True)
+        for step in range(STEPS):
+            advantages = torch.tensor([1.0, NAN if step == BAD else 0.5])
+            action = torch.tensor([0, 1])
+            chances = policy(torch.randn(2, 4))
+            log_prob = chances.log_prob(action[:, None] if kind == "independent" else action)
+            optimizer.zero_grad()
+            (-log_prob * advantages).mean().backward()  # advantages
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, found.op, at(found)) == ("tape", "input_nonfinite", "mul", line("advantages"))
+    assert "batch['advantages'] holds NaN at [1]" in found.because
+
+
+def test_what_hooks_of_the_program_sum_up_is_not_summed_up_again() -> None:
+    """Statistics of an optimizer such as KFAC: a hook writes to a tensor that belongs to no module."""
+
+    def train(how: Any) -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(0)
+        with nanguard.install(diagnose=how) as autopilot:
+            model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+            sums = {0: torch.zeros(2, 4)}
+
+            def add(module: nn.Module, args: Any) -> None:
+                sums[0][1].add_(args[0].detach().square().mean(0))
+
+            model[0].register_forward_pre_hook(add)
+            optimizer = SGD(model.parameters(), lr=0.1)
+            for step in range(STEPS):
+                x, weight = torch.randn(8, 4), torch.ones(8, 1)
+                weight[5] = NAN if step == BAD else 1.0
+                optimizer.zero_grad()
+                (model(x) * weight).mean().backward()
+                optimizer.step()
+        return sums[0], list(autopilot.incidents)
+
+    plain, _ = train("off")
+    examined, incidents = train("full")
+    assert only(incidents).cause == "input_nonfinite"
+    torch.testing.assert_close(examined, plain, rtol=0, atol=0)
