@@ -17,7 +17,7 @@ from nanguard import Guard
 from nanguard.records.steps import Incident
 from nanguard.state.readback import PendingCopy
 from nanguard.state.undo import Undo
-from nanguard.step.discarded import _LEFT_OUT, _NOT_USED
+from nanguard.step.discarded import _NOT_USED
 
 Batches = list[tuple[Tensor, Tensor]]
 FUSED = {"eager": False, "late": True}
@@ -58,7 +58,7 @@ def without(batches: Batches, *places: int) -> Batches:
 
 def assert_none_was_refused(incidents: Sequence[Incident]) -> None:
     """What the program leaves out itself is explained; the steps that it makes are all let through."""
-    left_out = {_LEFT_OUT, _NOT_USED, "the program ended before its optimizer stepped"}
+    left_out = {_NOT_USED, "the program ended before its optimizer stepped"}
     assert {incident.outcome.did for incident in incidents} <= left_out
 
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 import nanguard
 from helpers import NAN
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.panel import headline
 
 BAD, STEPS = 3, 6
 
@@ -108,3 +109,64 @@ def test_what_hooks_of_the_program_sum_up_is_not_summed_up_again() -> None:
     examined, incidents = train("full")
     assert only(incidents).cause == "input_nonfinite"
     torch.testing.assert_close(examined, plain, rtol=0, atol=0)
+
+
+# ---- passes that are not for training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_an_agent_that_chooses_an_action_makes_no_step(sync: Any) -> None:
+    """Nobody turned gradients off. The pass belongs to the actor, although only the critic steps around it."""
+    with nanguard.install(sync=sync) as autopilot:
+        actor, critic = nn.Linear(4, 2), nn.Linear(6, 1)
+        actor_optimizer = Adam(actor.parameters(), fused=True)
+        critic_optimizer = Adam(critic.parameters(), fused=True)
+        for step in range(STEPS):
+            state = torch.randn(4)
+            state[1] = NAN if step == BAD else 0.0
+            actor(state[None]).detach().numpy()
+            states, actions = torch.randn(8, 4), torch.randn(8, 2)
+            critic_optimizer.zero_grad()
+            critic(torch.cat([states, actions], 1)).square().mean().backward()
+            critic_optimizer.step()
+            if step % 2:
+                actor_optimizer.zero_grad()
+                (-critic(torch.cat([states, actor(states)], 1))).mean().backward()
+                actor_optimizer.step()
+    (incident,) = autopilot.incidents
+    found = only([incident])
+    assert (found.cause, found.op, incident.outcome.did) == (
+        "input_nonfinite",
+        "addmm",
+        "the program did not train on this pass",
+    )
+    assert found.network == "actor, trained by actor_optimizer"
+    assert headline(incident.outcome) == (
+        "the output of the model is NaN or Inf: no step was made of it, nothing changed"
+    )
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (STEPS + STEPS // 2, 0)
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_a_pass_is_not_thrown_away_if_one_of_its_results_is(sync: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value, self.extra = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.value(x), self.extra(x)
+
+    with nanguard.install(sync=sync) as autopilot:
+        model = Two()
+        optimizer = Adam(model.parameters(), fused=True)
+        for step in range(STEPS):
+            x = torch.full((2, 4), NAN if step == BAD else 1.0)
+            first, _ = model(x)
+            del _
+            second = model(torch.randn(2, 4))[0]
+            optimizer.zero_grad()
+            (first + second).sum().backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert (incident.outcome.did, only([incident]).cause) == ("", "nonfinite_constant")

@@ -16,6 +16,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import FetchedBatch
+from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape, Outside, Row
 from nanguard.step.tape_recorder import TapeRecorder
 
@@ -82,9 +83,19 @@ class StepCoordinator:
         hosted.thread = threading.get_ident()
         if is_first:
             self.iteration.noted.append(hosted)
-        else:
-            hosted.look_for_discarded(self.iteration)
+        self._look_for_discarded()
         hosted.before_forward(is_first=is_first)
+
+    def _look_for_discarded(self) -> None:
+        """Each looks at the passes of its own modules. Those that it has examined are no part of the step."""
+        this = self.iteration
+        gone = [call for call in this.calls if call.is_discarded]
+        for hosted in this.noted if gone else ():
+            own = [call for call in gone if len(this.noted) == 1 or _is_of(call, hosted)]
+            seen = set(map(id, own))
+            hosted.look_for_discarded(own)
+            examined = seen - set(map(id, own))
+            this.calls[:] = [call for call in this.calls if id(call) not in examined]
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:
         """The host is about to call ``backward()`` on these. Does not sync on a GPU."""
@@ -121,7 +132,7 @@ class StepCoordinator:
         if hosted in self.iteration.stepped:  # without a backward pass: the program sets gradients itself
             self.begin_iteration()
         this = self.iteration
-        hosted.look_for_discarded(this)
+        self._look_for_discarded()
         hosted.thread = threading.get_ident()
         is_first = not this.stepped
         this.stepped.append(hosted)
@@ -202,6 +213,11 @@ class CoordinatorOfThread(threading.local, StepCoordinator):
     """Of a program: each thread has its own iteration."""
 
     hears_of_clearing = True
+
+
+def _is_of(call: Call, hosted: HostedStep) -> bool:
+    called = call.called
+    return called is None or any(called is each for root in hosted.roots for each in root.modules())
 
 
 def _alone(loss: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.rng import RngState
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
+from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -207,9 +208,9 @@ class HostedStep(UncheckedSteps):
         self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
         self.parts.last_forward.begin_(self.parts.buffers)
 
-    def look_for_discarded(self, this: Iteration) -> None:
-        """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
-        self.engine.look_for_discarded(self._pending(), this.calls, is_part=len(this.losses) > 1)
+    def look_for_discarded(self, calls: list[Call]) -> None:
+        """Before a pass or a step: examines those with NaN results that the program has thrown away, and removes them."""
+        self.engine.look_for_discarded(self._pending(), calls)
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder, before: Sequence[Tensor]) -> None:
         """The host ends in the middle of this step, maybe because of ``error``. ``before``: older losses. Syncs."""

@@ -162,6 +162,8 @@ def done(outcome: Outcome) -> str:
     """What was done about the step, in plain words."""
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
+        if outcome.did:
+            return "no step was made of it, nothing changed"
         return "step skipped" if outcome.verdict.reading.num_stepped_before else "step skipped, nothing changed"
     return {
         "apply": "bad micro-batches dropped, the rest of the step applied",

@@ -32,6 +32,8 @@ def closing_line(
     told = [counted(total, "step")]
     if num_skipped:
         told.append(f"{num_skipped:,} not applied")
+    if counts.get("left_out"):
+        told.append(f"{counted(counts['left_out'], 'bad result')} of the model that the program did not train on")
     if counts.get("backed_off"):
         told.append(f"{counts['backed_off']:,} skipped by the loss scale")
     if counts.get("rolled_back"):

@@ -29,8 +29,7 @@ log = logging.getLogger("nanguard")
 _OF_ANOMALY_MODE = "returned nan values in its"
 """How ``detect_anomaly`` puts it. It raises before the gradient has reached anything that can be looked at."""
 
-_LEFT_OUT = "the program left this batch out itself"
-_NOT_USED = "the program left this batch out itself, or only looked at the output"
+_NOT_USED = "the program did not train on this pass"
 _LONGEST = 160
 
 _MOST_IN_VAIN = 3
@@ -51,12 +50,12 @@ class DiscardedPasses:
         self._readbacks = AsyncReadback(parts.state.device)
         self._asked: deque[tuple[PendingCopy, PendingStep, Call]] = deque()
 
-    def look_for(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
+    def look_for(self, pending: PendingStep, calls: list[Call]) -> None:
         """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
 
-        A mask may make an Inf, so Inf does not count. Nor does an evaluation without no_grad(). ``is_part``: the step
-        goes on with other passes. Call it before a forward pass, or before the optimizers step. Syncs if the program
-        has thrown a pass away, else not.
+        A mask may make an Inf, so Inf does not count. Nor does an evaluation without no_grad(). Such a pass is no step:
+        an agent may only have chosen an action. Call it before a forward pass, or before the optimizers step. Syncs if
+        a pass was thrown away, else not.
         """
         gone = [call for call in calls if call.is_discarded]
         if not gone:
@@ -67,12 +66,12 @@ class DiscardedPasses:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
         for call in bad:
-            self._examine(pending, [call], ("output",), math.nan, _NOT_USED, is_part=is_part)
+            self._examine(pending, [call], ("output",), math.nan, _NOT_USED, is_part=True)
 
     def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
         """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
 
-        It does not count as a step, since the steps after it already have their numbers. Syncs only if there was NaN.
+        Syncs only if there was NaN.
         """
         device = self._parts.state.device
         for call in calls:
@@ -100,7 +99,7 @@ class DiscardedPasses:
         bad = [call for call in calls if nonfinite(call.known_gradients, self._parts.state.device)]
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
         loss = next((value for value in map(float, losses) if not math.isfinite(value)), math.nan)
-        self._examine(pending, bad or list(calls), ("loss",), loss, _LEFT_OUT, is_part=is_part)
+        self._examine(pending, bad or list(calls), ("loss",), loss, _NOT_USED, is_part=is_part)
 
     def end(
         self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
@@ -189,6 +188,7 @@ class DiscardedPasses:
                 if if_explained and outcome.diagnosis is None:
                     return
                 if is_part:
+                    parts.journal.counts["left_out"] += 1
                     parts.journal.remember(outcome)
                 else:
                     parts.num_steps += 1

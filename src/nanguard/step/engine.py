@@ -178,19 +178,19 @@ class StepEngine:
 
     def before_own_forward(self, pending: PendingStep) -> None:
         """Before a forward pass of the user's own loop, who may have thrown away the one before it."""
-        self.look_for_discarded(pending, pending.calls, is_part=bool(pending.losses))
+        self.look_for_discarded(pending, pending.calls)
         self.parts.begin_microbatch(pending)
         self.parts.begin_own_forward(pending)
 
     def update(self, pending: PendingStep) -> None:
         """Ends a step of the user's own loop."""
-        self.look_for_discarded(pending, pending.calls, is_part=len(pending.losses) > 1)
+        self.look_for_discarded(pending, pending.calls)
         self.finish(pending)
 
-    def look_for_discarded(self, pending: PendingStep, calls: list[Call], *, is_part: bool) -> None:
+    def look_for_discarded(self, pending: PendingStep, calls: list[Call]) -> None:
         """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
         if self.late is None:
-            self.discarded.look_for(pending, calls, is_part=is_part)
+            self.discarded.look_for(pending, calls)
         elif not self.parts.is_capturing:
             self.discarded.look_for_later(pending, calls)
 
