@@ -170,3 +170,51 @@ def test_a_pass_is_not_thrown_away_if_one_of_its_results_is(sync: Any) -> None:
             optimizer.step()
     (incident,) = autopilot.incidents
     assert (incident.outcome.did, only([incident]).cause) == ("", "nonfinite_constant")
+
+
+# ---- meta-learning ---------------------------------------------------------------------------------------------------
+
+
+class Learner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        weight, bias = weights or list(self.layer.parameters())
+        return nn.functional.linear(x, weight, bias)
+
+
+class Meta(nn.Module):
+    """Its ``forward`` is a whole step of training, with an inner step for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Learner()
+        self.optimizer = Adam(self.net.parameters(), fused=True)
+
+    def forward(self, tasks: Tensor, queries: Tensor) -> float:
+        total = torch.zeros(())
+        for task, query in zip(tasks, queries, strict=True):
+            inner = self.net(task).square().mean()
+            grads = torch.autograd.grad(inner, list(self.net.parameters()))
+            fast = [p - 0.1 * grad for p, grad in zip(self.net.parameters(), grads, strict=True)]
+            total = total + (self.net(query, fast) - 1).square().mean()
+        self.optimizer.zero_grad()
+        total.backward()
+        self.optimizer.step()
+        return total.item()
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_a_module_whose_forward_is_a_whole_step_is_looked_into(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        meta = Meta()
+        for step in range(STEPS):
+            tasks, queries = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
+            queries[1, 2, 3] = NAN if step == BAD else 0.0  # queries
+            meta(tasks, queries)
+    found = only(autopilot.incidents)
+    assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", line("queries"))
+    assert (found.op, found.module) == ("addmm", "net")
+    assert all(torch.isfinite(p).all() for p in meta.parameters())

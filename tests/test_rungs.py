@@ -343,7 +343,7 @@ def test_damage_without_a_snapshot_halts_at_once_and_says_so(sync: str) -> None:
     with inject(guard, fault), pytest.raises(NonFiniteError, match="damaged state at step 5") as caught:
         for batch in guard.epoch(make_batches(20)):
             guard.step(loss_fn, batch)
-    assert "Not sound: model.out.weight were non-finite before this step" in str(caught.value)
+    assert "Not sound: model.out.weight were non-finite before this update" in str(caught.value)
     assert "no good snapshot to put back: this state is damaged" in str(caught.value)
     assert "nanguard check" in str(caught.value)
     assert not guard.can_save()
@@ -378,7 +378,7 @@ def test_a_halt_on_damage_leaves_the_newest_good_snapshot(sync: str, into: Any, 
     assert "Not sound" not in str(caught.value)
     outcome = caught.value.incident.outcome
     what, done = headline(outcome).split(": ")
-    assert what == "weights or state were damaged before this step"
+    assert what == "weights or state were damaged before this update"
     assert done == "training halted, the newest good snapshot put back"
     assert "untouched" not in dict(rows(outcome))
 

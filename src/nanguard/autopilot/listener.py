@@ -16,9 +16,9 @@ from nanguard.step.calls import Call, CallRecorder
 
 
 class _Inside(threading.local):
-    """Whether a module that is listened to is being called, in this thread."""
+    """The module that is listened to and being called, in this thread."""
 
-    is_any = False
+    module: nn.Module | None = None
 
 
 class CallListener:
@@ -54,6 +54,14 @@ class CallListener:
 
         return forget
 
+    def look_inside(self) -> None:
+        """To the children of the module that is being called: it steps its optimizer itself, so it is a whole loop."""
+        module = self._inside.module
+        listed = None if module is None else self._listed.get(id(module))
+        if module is not None and listed is not None and any(module.children()):
+            del self._listed[id(module)]
+            self.listen(module.children(), listed[1])
+
     def listen_closer(self) -> None:
         """To the children of modules that were never called to train: a program may use their parts alone."""
         for key, (ref, root) in list(self._listed.items()):
@@ -86,13 +94,13 @@ class CallListener:
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
-            if _compat.is_recording() or self._inside.is_any or id(module) not in self._listed:
+            if _compat.is_recording() or self._inside.module is not None or id(module) not in self._listed:
                 return original(module, *args, **kwargs)
-            self._inside.is_any = True
+            self._inside.module = module
             try:
                 return self._record(original, module, args, kwargs)
             finally:
-                self._inside.is_any = False
+                self._inside.module = None
 
         kind.__call__ = call  # type: ignore[method-assign]
 

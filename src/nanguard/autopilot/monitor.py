@@ -276,6 +276,7 @@ class ProgramMonitor:
             else:
                 self._tracer.stop()
                 with self._busy:
+                    self._listener.look_inside()
                     result = self._coordinator.step(hosted, None if call is None else once)
                     self._release_calls()
         except NonFiniteError:

@@ -209,7 +209,7 @@ class HostedStep(UncheckedSteps):
         self.parts.last_forward.begin_(self.parts.buffers)
 
     def look_for_discarded(self, calls: list[Call]) -> None:
-        """Before a pass or a step: examines those with NaN results that the program has thrown away, and removes them."""
+        """Examines those with NaN results that the program has thrown away, and removes them."""
         self.engine.look_for_discarded(self._pending(), calls)
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder, before: Sequence[Tensor]) -> None:

@@ -105,7 +105,7 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
     passed = "; ".join(outcome.action.passed) or "the policy has no rung but Halt"
     why = outcome.action.because or f"no rung of the ladder was left: {passed}"
     if outcome.verdict.kind == "damage":
-        damaged = f"{joined(reading.damaged) or 'the state of another rank'} were non-finite before this step"
+        damaged = f"{joined(reading.damaged) or 'the state of another rank'} were non-finite before this update"
         then = "Next: find out what wrote to them."
         if outcome.did:
             kept = (
@@ -196,7 +196,7 @@ def what_happened(outcome: Outcome) -> str:
     """What was wrong with the step, in plain words."""
     reading, kind = outcome.verdict.reading, outcome.verdict.kind
     if kind == "damage":
-        return "weights or state were damaged before this step"
+        return "weights or state were damaged before this update"
     if kind == "divergence" and not reading.found:
         return "the loss diverged"
     if not reading.found:
@@ -242,7 +242,7 @@ def _found(outcome: Outcome) -> str:
     parts = []
     elsewhere = _elsewhere(reading)
     if outcome.verdict.kind == "damage":
-        parts.append(f"non-finite before this step: {joined(reading.damaged) if reading.damaged else elsewhere}")
+        parts.append(f"non-finite before this update: {joined(reading.damaged) if reading.damaged else elsewhere}")
     if outcome.verdict.kind == "divergence" and not reading.found:
         parts.append(f"loss {reading.mean_loss:.4g} and those before it are far above earlier losses")
     if "loss" in reading.found:
