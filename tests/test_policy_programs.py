@@ -218,3 +218,55 @@ def test_a_module_whose_forward_is_a_whole_step_is_looked_into(sync: Any) -> Non
     assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", line("queries"))
     assert (found.op, found.module) == ("addmm", "net")
     assert all(torch.isfinite(p).all() for p in meta.parameters())
+
+
+# ---- errors outside a step -------------------------------------------------------------------------------------------
+
+
+class Agent(nn.Module):
+    """The program calls its parts, and ``act`` without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.scores = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def act(self, state: Tensor) -> Tensor:
+        features = self.base(state).tanh()
+        return Categorical(logits=self.scores(features)).sample()
+
+
+def play(bad: float, *, in_the_environment: bool) -> None:
+    agent = Agent()
+    optimizer = Adam(agent.parameters(), fused=True)
+    for step in range(STEPS):
+        state = torch.randn(5, 4)
+        state[2, 1] = bad if step == BAD else 0.0
+        for _ in range(3):
+            with torch.no_grad():
+                agent.act(state)  # acts
+            if in_the_environment and step == BAD:
+                raise ValueError("the environment is broken")
+        optimizer.zero_grad()
+        agent.scores(agent.base(torch.randn(5, 4))).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_nan_that_makes_the_program_raise_without_gradients_is_explained(sync: Any) -> None:
+    with pytest.raises(ValueError, match="Expected parameter logits"), nanguard.install(sync=sync) as autopilot:
+        play(NAN, in_the_environment=False)
+    (incident,) = autopilot.incidents
+    found = only([incident])
+    assert (found.cause, found.phase, at(found)) == ("input_nonfinite", "data", line("acts"))
+    assert found.because == "state, which act() was given, holds NaN at [2, 1]"
+    assert headline(incident.outcome) == (
+        "a call that raised was given NaN or Inf: no step was made of it, nothing changed"
+    )
+    assert incident.outcome.did.startswith("the program raised ValueError: Expected parameter logits")
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (BAD, 0)
+
+
+def test_an_error_outside_a_step_that_has_nothing_to_do_with_nan_is_no_incident() -> None:
+    with pytest.raises(ValueError, match="broken"), nanguard.install() as autopilot:
+        play(0.0, in_the_environment=True)
+    assert not autopilot.incidents

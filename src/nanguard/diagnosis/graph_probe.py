@@ -27,7 +27,7 @@ from nanguard.diagnosis.trace import Trace, forward_op
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Reading
-from nanguard.source.frames import Place, calling_line, user_files
+from nanguard.source.frames import Place, calling_line, source_of, user_files
 from nanguard.source.modules import Modules
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -60,7 +60,7 @@ class GraphFinding:
     """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible.
 
     If the op was given non-finite ``data``, they are described there. If the backward pass itself was followed,
-    ``backward`` is how it ran, and the op is read from there.
+    ``backward`` is how it ran, and the op is read from there. ``place`` is the line, if it is known.
     """
 
     op: str
@@ -69,6 +69,7 @@ class GraphFinding:
     became_nan: bool
     backward_at: Place | None
     backward: WatchedRun | None = None
+    place: Place | None = None
 
 
 def examine_if_bad(losses: Sequence[Tensor]) -> GraphFinding | None:
@@ -116,14 +117,14 @@ def read(
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf
             cause = "zero_over_zero"
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
-    op = graph_finding.op or diagnosis.op
-    source, is_behind = _line_of(op, graph_finding.backward_at)
+    op, place = graph_finding.op or diagnosis.op, graph_finding.place
+    source, is_behind = _line_of(op, graph_finding.backward_at) if place is None else (source_of(place), True)
     return replace(
         with_remedy(diagnosis),
         op=op,
         module="",
         source=source,
-        is_line_traced=False,
+        is_line_traced=place is not None,
         samples=(),
         chain=(),
         harmless=(),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.graph_probe import examine_if_bad
+from nanguard.hosted.given import given_nan
 from nanguard.hosted.in_backward import StepsInBackward
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import Step
@@ -42,6 +43,7 @@ class StepCoordinator:
         self._fetched_next: list[FetchedBatch] = []
         self._losses_before: list[Tensor] = []
         self._refused_losses: deque[Tensor] = deque(maxlen=_MOST_REFUSED)
+        self._has_told = False  # of an error outside a step
 
     def _new_iteration(self, **noted: Any) -> Iteration:
         return Iteration(**noted, num_cleared=0 if self.hears_of_clearing else None)
@@ -174,15 +176,23 @@ class StepCoordinator:
         self.iteration = self._new_iteration()
 
     def end(self, error: BaseException | None, taper: TapeRecorder) -> None:
-        """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs."""
+        """The host ends: if it is in the middle of a step that is not finite, that one is examined. Syncs.
+
+        Else an error is examined that came of NaN outside a step.
+        """
         if error is not None and self.next_tape is not None:
             self.begin_iteration()
         this, self.iteration = self.iteration, self._new_iteration()
-        if this.stepped:
-            return
-        hosted = this.noted[0] if this.noted else None if error is None else self._trained_by(this.tape)
+        if this.noted and not this.stepped:
+            hosted: HostedStep | None = this.noted[0]
+        else:
+            hosted = None if this.stepped or error is None else self._trained_by(this.tape)
         if hosted is not None:
             hosted.end(this, error, taper, [*self._losses_before, *self._refused_losses])
+        elif error is not None and not self._has_told and (finding := given_nan(error)) is not None:
+            for each in self._hosted_steps()[:1]:
+                self._has_told = True
+                each.end_outside(finding, error)
 
     def _trained_by(self, tape: CallTape) -> HostedStep | None:
         """The one whose parameters are used without a module; of several, the one that has stepped least."""

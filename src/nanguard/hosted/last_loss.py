@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.hosted.given import passed
 from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
 from nanguard.step.discarded import DiscardedPasses
@@ -25,7 +25,7 @@ def last_loss(error: BaseException | None, before: Sequence[Tensor] = ()) -> tup
     alive. Syncs.
     """
     known = {_compat.storage_key(loss) for loss in before}
-    for frame, line in reversed(list(_passed(error))):
+    for frame, line in reversed(list(passed(error))):
         for value in list(frame.f_locals.values()):
             if _is_bad_loss(value) and _compat.storage_key(value) not in known:
                 return value, (frame.f_code.co_filename, line, frame.f_code.co_name)
@@ -63,13 +63,6 @@ def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> None:
         root = next(bad, None) if tape.raised is None else Made(tape.raised, 0)
         if root is not None:
             tape.losses.append(TapedLoss((root,), (), root.number))
-
-
-def _passed(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:
-    trace = None if error is None else error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _is_bad_loss(value: object) -> bool:

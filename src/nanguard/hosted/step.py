@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
+from nanguard.diagnosis.graph_probe import GraphFinding
 from nanguard.diagnosis.search import Search
 from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
@@ -218,6 +219,12 @@ class HostedStep(UncheckedSteps):
         self.engine.settle()
         self.forbid_tracing()
         end_in_the_middle(pending, this, self.engine.discarded, error, taper, before)
+
+    def end_outside(self, finding: GraphFinding, error: BaseException) -> None:
+        """The host ends outside a step, because of ``error``, and of what ``finding`` describes. Syncs."""
+        self.engine.settle()
+        self.forbid_tracing()
+        self.engine.discarded.end_outside(self._pending(), finding, error)
 
     def before_evaluation(self) -> None:
         """A module is about to be called with gradients off: a forward pass without a backward pass was discarded."""

@@ -209,7 +209,7 @@ def what_happened(outcome: Outcome) -> str:
         "buffers": "a buffer is NaN or Inf",
         "update": "the update is NaN or Inf",
         "output": "the output of the model is NaN or Inf",
-        "input": "a torch call that raised was given NaN or Inf",
+        "input": "a call that raised was given NaN or Inf",
     }[reading.found[0]]
 
 
@@ -254,7 +254,7 @@ def _found(outcome: Outcome) -> str:
     if "output" in reading.found:
         parts.append("what the model returned")
     if "input" in reading.found:
-        parts.append("what the torch call that raised was given")
+        parts.append("what the call that raised was given")
     if "buffers" in reading.found:
         parts.append(f"buffers {joined(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"

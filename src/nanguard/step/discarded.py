@@ -116,6 +116,11 @@ class DiscardedPasses:
             self._parts.last_forward.forget()
             self._examine(pending, calls, found, loss, _in_words(error), is_part=False)
 
+    def end_outside(self, pending: PendingStep, finding: object, error: BaseException | None) -> None:
+        """The program has ended outside a step, because of what ``finding`` describes."""
+        empty = replace(pending, calls=[], microbatches=[], tape=None, live=None, graph_finding=finding)
+        self._examine(empty, [], ("input",), math.nan, _in_words(error), is_part=True)
+
     def raised(self, pending: PendingStep, micro: Microbatch, error: Exception) -> None:
         """``loss_fn`` of ``guard.step`` has raised. If something is non-finite when it runs again, that is why."""
         if self._num_vain >= _MOST_IN_VAIN or micro.rng is None or isinstance(error, (NanguardError, *_NOT_BY_NAN)):
