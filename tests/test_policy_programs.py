@@ -270,3 +270,49 @@ def test_an_error_outside_a_step_that_has_nothing_to_do_with_nan_is_no_incident(
     with pytest.raises(ValueError, match="broken"), nanguard.install() as autopilot:
         play(0.0, in_the_environment=True)
     assert not autopilot.incidents
+
+
+# ---- data and parameters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cat", "stack"])
+def test_a_batch_of_single_transitions_does_not_name_the_wrong_sample(how: str) -> None:
+    """Row 0 of a transition is not sample 0 of the batch."""
+    join: Any = getattr(torch, how)
+    memory = [(torch.randn(1, 4), torch.tensor([NAN if number == 5 else 1.0])) for number in range(8)]
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        states, rewards = zip(*memory, strict=True)
+        values = model(torch.cat(states)).squeeze(1)
+        optimizer.zero_grad()
+        (values - join(rewards).flatten()).square().mean().backward()
+        optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, found.samples) == ("input_nonfinite", ())
+    assert "batch['rewards, 5'] holds NaN at [0]" in found.because
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 5)
+        self.transitions = nn.Parameter(torch.randn(5, 5))
+        self.transitions.data[3, :] = -torch.inf
+        self.transitions.data[:, 4] = -torch.inf  # forbidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = self.scores(x)[:, None] + self.transitions
+        return (every - every.amax(-1, keepdim=True)).exp().sum(-1).log().mean()
+
+
+def test_infinities_that_the_program_has_written_are_no_uninitialised_memory() -> None:
+    with nanguard.install() as autopilot:
+        model = Tagger()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).backward()
+        optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.cause, at(found)) == ("parameter_corrupted", line("forbidden"))
+    assert found.because == "parameter transitions was non-finite before the step: 9 of 25 elements, all -inf"

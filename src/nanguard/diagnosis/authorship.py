@@ -69,7 +69,7 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             if written is not None:
                 origin = program.origin(file, statement, written)
             found.append((origin.risk, covers, origin))
-    return max(found, key=lambda each: each[:2])[2].source if found else None
+    return max(reversed(found), key=lambda each: each[:2])[2].source if found else None  # the last one overwrites
 
 
 def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:

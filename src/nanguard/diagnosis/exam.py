@@ -113,11 +113,16 @@ class Exam:
 
 
 def is_one_sample(trace: Trace) -> bool:
-    """True if bad data are one sample without a batch dimension: torch adds one of size 1 for a layer."""
-    uses = [(event, parent) for event in trace.events for parent in event.parents if parent.kind == "outside"]
+    """True if bad data are one sample without a batch dimension: torch adds one of size 1 for a layer.
+
+    Also if the program makes a batch of single samples, as they come from a replay buffer.
+    """
+    uses = [(event.note, parent.note) for event in trace.events for parent in event.parents if parent.kind == "outside"]
     return any(
-        use.note.op in _LAYERS and (use.note.op == "mv" or use.note.shape[:1] == (1,)) and parent.note.shape[:1] > (1,)
-        for use, parent in uses
+        (use.op in _LAYERS and (use.op == "mv" or use.shape[:1] == (1,)) and data.shape[:1] > (1,))
+        or (use.op == "cat" and data.shape[:1] == (1,) and use.shape[:1] > (1,))
+        or (use.op == "stack" and len(use.shape) > len(data.shape))
+        for use, data in uses
     )
 
 

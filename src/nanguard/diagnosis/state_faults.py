@@ -160,17 +160,21 @@ def _of_parameter(
 ) -> Diagnosis:
     """Rows of NaN were computed by something; single ones among good values are what happened to be in memory.
 
-    ``is_trained``: it has been updated, so it was finite at first.
+    If all of them are the same infinity, the program has written it: to forbid something, say. ``is_trained``: it has
+    been updated, so it was finite at first.
     """
-    bad = ~torch.isfinite(state.parameters()[name].detach())
+    values = state.parameters()[name].detach()
+    bad = ~torch.isfinite(values)
+    is_written = values.is_floating_point() and bool(bad.any()) and bool((values[bad] == values[bad][0]).all())
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.ndim else bad.new_zeros(0, dtype=torch.long)
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
     whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
     owner, line = _set_at(exam, state, name, span)
-    is_scattered = bad.ndim > 1 and not whole_rows and int(bad.sum()) > 1
-    typical = _typical(state.parameters()[name])
+    is_scattered = bad.ndim > 1 and not whole_rows and not is_written and int(bad.sum()) > 1
+    typical = _typical(values)
     is_garbage = _names_memory(line) or (is_scattered and typical < _ABSURD and not is_trained)
     share = f"{int(bad.sum()):,} of {bad.numel():,} elements" + (", whole rows" if whole_rows else "")
+    share += f", all {values[bad][0]}" if is_written else ""
     share += f", and the others are as large as {typical:.3g}" * (typical >= _ABSURD)
     return replace(
         diagnosis,
