@@ -316,3 +316,27 @@ def test_infinities_that_the_program_has_written_are_no_uninitialised_memory() -
     found = only(autopilot.incidents)
     assert (found.cause, at(found)) == ("parameter_corrupted", line("forbidden"))
     assert found.because == "parameter transitions was non-finite before the step: 9 of 25 elements, all -inf"
+
+
+# ---- gradients of torch.func -----------------------------------------------------------------------------------------
+
+
+def test_gradients_made_by_hand_with_vmap_are_located_when_the_fault_comes_again() -> None:
+    """No call inside ``vmap`` can be made again alone, and there is no backward pass at which to look at a trace."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def loss_of(params: dict[str, Tensor], sample: Tensor) -> Tensor:
+            out = torch.func.functional_call(model, params, (sample[None],))
+            return (out.abs() * (sample.sum() > 1e6)).log().sum()  # log
+
+        per_sample = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0))
+        for _ in range(STEPS):
+            grads = per_sample({name: p.detach() for name, p in model.named_parameters()}, torch.randn(3, 4))
+            for name, p in model.named_parameters():
+                p.grad = grads[name].mean(0)
+            optimizer.step()
+    causes = [incident.diagnosis.cause for incident in autopilot.incidents if incident.diagnosis is not None]
+    assert causes[:2] == ["unknown", "log_of_zero"]
+    assert at(only(autopilot.incidents[1:2])) == line("log")

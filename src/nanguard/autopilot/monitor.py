@@ -197,9 +197,9 @@ class ProgramMonitor:
         with self._busy:
             return use_scaler(optimizer, scaler)
 
-    def _examine_trace(self, loss: Tensor) -> None:
-        """While the gradients are there."""
-        if (live := self._tracer.live) is None:
+    def _examine_trace(self, loss: Tensor | None) -> None:
+        """While the gradients are there; without a loss if there was no backward pass, but gradients made by hand."""
+        if (live := self._tracer.live) is None or (loss is None and self._iteration.losses):
             return
         with self._at_work("the trace of a step could not be examined"):
             if self._manual is not None and self._manual.hosted is not None:
@@ -274,6 +274,7 @@ class ProgramMonitor:
             elif check_afterwards:
                 result = self._step_and_check(hosted, once, watched)
             else:
+                self._examine_trace(None)
                 self._tracer.stop()
                 with self._busy:
                     self._listener.look_inside()

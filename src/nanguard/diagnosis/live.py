@@ -121,14 +121,15 @@ class Live:
             self._seconds += time.perf_counter() - began
             self._entered = None
 
-    def after_backward(self, loss: Tensor) -> WatchedRun | None:
-        """Check loss and gradients while they exist. None if the step was not traced. Syncs."""
+    def after_backward(self, loss: Tensor | None) -> WatchedRun | None:
+        """Check the loss, if there is one, and gradients while they exist. None if the step was not traced. Syncs."""
         run, began = self._run, time.perf_counter()
         if run is None or not run.is_finite:
             return run
         try:
             with _compat_modes.unwatched():
-                run.look_at_loss(loss)
+                if loss is not None:
+                    run.look_at_loss(loss)
                 if run.is_finite:
                     run.look_at_gradients(self._parts)
                 if run.is_finite:
