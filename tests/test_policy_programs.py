@@ -266,6 +266,44 @@ def test_nan_that_makes_the_program_raise_without_gradients_is_explained(sync: A
     assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (BAD, 0)
 
 
+class Gaussian(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.log_scale = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, state: Tensor) -> Normal:
+        return Normal(self.mean(state), self.log_scale.exp())  # scale
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+def test_a_model_that_raises_because_of_its_own_infinity_is_explained(sync: Any) -> None:
+    """What it was given is finite, and it has returned nothing."""
+    with pytest.raises(ValueError, match="Expected parameter scale"), nanguard.install(sync=sync) as autopilot:
+        policy = Gaussian()
+        optimizer = Adam(policy.parameters(), lr=1e6, fused=True)
+        for _ in range(STEPS):
+            loss = -policy(torch.randn(3, 4)).log_prob(torch.ones(3, 2)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    found = only([incident])
+    assert (found.cause, found.op, at(found)) == ("learning_rate_too_high", "exp", line("scale"))
+    assert incident.outcome.did.startswith("the program raised ValueError: Expected parameter scale")
+
+
+def test_a_model_that_raises_for_another_reason_is_no_incident() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), nanguard.install() as autopilot:
+        policy = Gaussian()
+        optimizer = Adam(policy.parameters())
+        for size in (4, 4, 5):
+            loss = -policy(torch.randn(3, size)).log_prob(torch.ones(3, 2)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert not autopilot.incidents
+
+
 def test_an_error_outside_a_step_that_has_nothing_to_do_with_nan_is_no_incident() -> None:
     with pytest.raises(ValueError, match="broken"), nanguard.install() as autopilot:
         play(0.0, in_the_environment=True)

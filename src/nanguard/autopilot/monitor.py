@@ -178,12 +178,10 @@ class ProgramMonitor:
             self.begin_taping()
 
     def backward_raised(self, error: BaseException) -> None:
-        """The program's error is the one that it gets."""
         with contextlib.suppress(NonFiniteError):
             self._end_backward(answers=isinstance(error, Exception) and not isinstance(error, NonFiniteError))
 
     def _end_backward(self, *, answers: bool = True) -> None:
-        """What optimizers that stepped inside have left for now is done."""
         self._passes.end()
         if self._iteration.in_backward is not None:
             with self._at_work("a step inside a backward pass could not be examined"):

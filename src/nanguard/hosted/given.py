@@ -24,13 +24,14 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
     Only for an error that ends the program: reading variables may keep them alive. Syncs.
     """
     frames = list(passed(error))
-    if not isinstance(error, Exception) or not _has_nan_where_it_raised([frame for frame, _ in frames]):
+    if not isinstance(error, Exception) or not any(map(_has_nan, _tensors_where_it_raised(error))):
         return None
     caller: Place | None = None
     for frame, line in frames:
         code, is_own = frame.f_code, is_users_file(frame.f_code.co_filename)
         for name in _arguments(frame) if is_own and caller is not None else ():
-            if _has_nan(value := frame.f_locals[name]):
+            value = frame.f_locals[name]
+            if issubclass(type(value), Tensor) and _has_nan(value):
                 element = where_bad(value).element
                 at = f" at {list(element)}" if element else ""
                 words = f"{name}, which {code.co_name}() was given, holds NaN{at}"
@@ -39,13 +40,21 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
     return None
 
 
-def _has_nan_where_it_raised(frames: list[FrameType]) -> bool:
-    """Whether the innermost function that has tensors has NaN in one of them. Inf may be meant: a mask."""
-    for frame in reversed(frames):
+def raised_by_nonfinite(error: BaseException | None) -> bool:
+    """Whether what raised was looking at NaN or Inf, such as the scale of a distribution. -Inf may be a mask. Syncs."""
+    if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, AssertionError)):
+        return False
+    return any(_has_nan(each) or _has_inf(each) for each in _tensors_where_it_raised(error))
+
+
+def _tensors_where_it_raised(error: BaseException | None) -> list[Tensor]:
+    """Those of the innermost function that has any."""
+    for frame, _ in reversed(list(passed(error))):
+        # type(), since isinstance asks proxies for their class, and some of them then do something.
         values = [value for value in list(frame.f_locals.values()) if issubclass(type(value), Tensor)]
         if values:
-            return any(map(_has_nan, values))
-    return False
+            return values
+    return []
 
 
 def _arguments(frame: FrameType) -> Iterator[str]:
@@ -58,12 +67,12 @@ def _arguments(frame: FrameType) -> Iterator[str]:
             yield name
 
 
-def _has_nan(value: object) -> bool:
-    # type(), since isinstance asks proxies for their class, and some of them then do something.
-    if not issubclass(type(value), Tensor):
-        return False
-    assert isinstance(value, Tensor)
-    return is_readable(value) and bool(value.detach().isnan().any())
+def _has_nan(tensor: Tensor) -> bool:
+    return is_readable(tensor) and bool(tensor.detach().isnan().any())
+
+
+def _has_inf(tensor: Tensor) -> bool:
+    return is_readable(tensor) and bool(tensor.detach().isposinf().any())
 
 
 def passed(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.graph_probe import examine_graph
-from nanguard.hosted.given import passed
+from nanguard.hosted.given import passed, raised_by_nonfinite
 from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
 from nanguard.step.discarded import DiscardedPasses
@@ -51,7 +51,8 @@ def end_in_the_middle(
     if taper.tape is this.tape:
         _note_end(taper, this.tape, None if seen is None else seen[0])
     pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
-    discarded.end(pending, list(this.calls), losses, error)
+    is_inside = any(not call.has_returned for call in this.calls)
+    discarded.end(pending, list(this.calls), losses, error, is_suspect=is_inside and raised_by_nonfinite(error))
 
 
 def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> None:

@@ -102,15 +102,26 @@ class DiscardedPasses:
         self._examine(pending, bad or list(calls), ("loss",), loss, _NOT_USED, is_part=is_part)
 
     def end(
-        self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], error: BaseException | None
+        self,
+        pending: PendingStep,
+        calls: list[Call],
+        losses: Sequence[Tensor],
+        error: BaseException | None,
+        *,
+        is_suspect: bool = False,
     ) -> None:
-        """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one."""
+        """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one.
+
+        ``is_suspect``: the model raised on something non-finite that it had made itself.
+        """
         has_raised = pending.tape is not None and pending.tape.raised is not None
         if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised):
             return
         if error is None and calls and all(call.is_evaluation for call in calls):
             return  # an evaluation ends without a step
         found, loss = self._found(calls, losses, error, pending.tape)
+        if not found and is_suspect:
+            found = ("input",)
         if found:
             self._parts.buffers.undo_()
             self._parts.last_forward.forget()
