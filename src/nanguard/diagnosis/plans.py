@@ -16,6 +16,10 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_",
 """Ops that do not read what they write to."""
 
 
+MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
+"""Ops that give memory that nothing was written to yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Static facts about an op. ``unread`` arguments are written to and not read."""
@@ -44,7 +48,7 @@ def plan_of(func: Any) -> Plan:
         written_kwargs=tuple(a.name for a, w in zip(arguments, is_written, strict=True) if w),
         is_pointwise=torch.Tag.pointwise in func.tags,
         arguments=tuple(a.name for a in arguments),
-        is_empty=name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
+        is_empty=name in MEMORY,
         unread=("self",) if name in _OVERWRITES else tuple(a.name for a in arguments if a.is_out),
     )
 

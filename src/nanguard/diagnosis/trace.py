@@ -113,6 +113,10 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The events that the non-finite values of a tensor come from."""
         return self._bad.get(_compat.storage_key(tensor), ())
 
+    def is_overwritten(self, event: TraceEvent) -> bool:
+        """Whether no memory holds what the event made any more."""
+        return not any(event is each for events in self._bad.values() for each in events)
+
     def note_of(self, tensor: Tensor) -> Note | Leaf | None:
         return self._parent(_compat.storage_key(tensor))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nanguard.diagnosis.look import look
+from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import BUFFER, OTHER, PARAMETER, STATE, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.source.frames import Place
@@ -43,8 +44,13 @@ class WatchedRun:
             self.found, self.ends = "loss", self.trace.events_of(loss)
 
     def look_at_end(self) -> None:
-        """At the last op that made a NaN, or an Inf that is not a mask: the program raised instead of giving a loss."""
+        """At the last op that made a NaN, or an Inf that is not a mask: the program raised instead of giving a loss.
+
+        What was in new memory does not count once something was written to it: dropout fills it with a mask.
+        """
         bad = [event for event in self.trace.events if event.has_nan or (event.has_posinf and not event.is_mask)]
+        while bad and bad[-1].note.op in MEMORY and self.trace.is_overwritten(bad[-1]):
+            bad.pop()
         if bad:
             self.found, self.ends = "loss", (bad[-1],)
 
