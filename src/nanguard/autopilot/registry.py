@@ -172,7 +172,10 @@ class Registry:
             hosted.parts.other_parts = functools.partial(self._others, weakref.ref(hosted))
 
     def _others(self, ref: weakref.ref[HostedStep]) -> list[StepParts]:
-        return [each.parts for each in self.hosted_steps if each is not ref()]
+        """But for those that other threads train: they may be at work now."""
+        this = ref()
+        others = [each for each in self.hosted_steps if each is not this]
+        return [each.parts for each in others if this is None or each.thread in (None, this.thread)]
 
     def _make(
         self, optimizer: Optimizer, trained: nn.Module, roots: list[nn.Module], *, name: str, shares: bool

@@ -53,24 +53,49 @@ class FunctionCalls(Listening):
 
     def __init__(self, tape: FunctionTape) -> None:
         self._tape = tape
-        self._original: Any = None
-        self._alias_before: Any = None
+        self._is_listening = False
 
     def begin(self) -> bool:
-        if self._original is None:
-            self._original = vars(Function)["apply"]
-            Function.apply = classmethod(_applying(self._tape, self._original))  # type: ignore[assignment, method-assign]
-            self._alias_before = vars(type(Variable)).get("__call__")
-            type(Variable).__call__ = _aliasing(self._tape)  # type: ignore[method-assign]
+        if not self._is_listening:
+            self._is_listening = True
+            _PATCHES.add(self._tape)
         return True
 
     def end(self) -> None:
-        if self._original is not None and not self.stays:
-            Function.apply, self._original = self._original, None  # type: ignore[method-assign]
-            if self._alias_before is not None:  # that of another tape
-                type(Variable).__call__ = self._alias_before  # type: ignore[method-assign]
-            elif "__call__" in vars(type(Variable)):
-                del type(Variable).__call__
+        if self._is_listening and not self.stays:
+            self._is_listening = False
+            _PATCHES.remove(self._tape)
+
+
+class _Patches:
+    """Of torch's own classes, so there is one for all tapes, which may begin and end in any order."""
+
+    def __init__(self) -> None:
+        self._tapes: list[FunctionTape] = []
+        self._apply: Any = None
+
+    def add(self, tape: FunctionTape) -> None:
+        if not self._tapes:
+            self._apply = vars(Function)["apply"]
+            Function.apply = classmethod(_applying(self._writing, self._apply))  # type: ignore[assignment, method-assign]
+            type(Variable).__call__ = _aliasing(self._writing)  # type: ignore[method-assign]
+        self._tapes.append(tape)
+
+    def remove(self, tape: FunctionTape) -> None:
+        self._tapes = [each for each in self._tapes if each is not tape]
+        if not self._tapes:
+            Function.apply = self._apply  # type: ignore[method-assign]
+            del type(Variable).__call__
+
+    def _writing(self) -> FunctionTape | None:
+        """The tape that would note a call now. At most one does."""
+        for tape in self._tapes:
+            if tape.may_call():
+                return tape
+        return None
+
+
+_PATCHES = _Patches()
 
 
 class CompiledCalls(Listening):
@@ -91,21 +116,20 @@ class CompiledCalls(Listening):
             self._undo = None
 
 
-def _applying(tape: FunctionTape, original: Any) -> Callable[..., Any]:
+def _applying(writing: Callable[[], FunctionTape | None], original: Any) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        return tape.call(bound, args, kwargs) if tape.may_call() else bound(*args, **kwargs)
+        bound, tape = original.__get__(None, cls), writing()
+        return bound(*args, **kwargs) if tape is None else tape.call(bound, args, kwargs)
 
     return apply
 
 
-def _aliasing(tape: FunctionTape) -> Callable[..., Any]:
+def _aliasing(writing: Callable[[], FunctionTape | None]) -> Callable[..., Any]:
     """``Variable(tensor)`` is the same as ``tensor.detach()``, which a tape can hold."""
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         is_alias = len(args) == 1 and type(args[0]) is Tensor and not kwargs
-        return (
-            tape.call(Tensor.detach, args, {}) if is_alias and tape.may_call() else type.__call__(cls, *args, **kwargs)
-        )
+        tape = writing() if is_alias else None
+        return type.__call__(cls, *args, **kwargs) if tape is None else tape.call(Tensor.detach, args, {})
 
     return call
