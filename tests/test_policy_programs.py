@@ -232,7 +232,7 @@ class Agent(nn.Module):
 
     def act(self, state: Tensor) -> Tensor:
         features = self.base(state).tanh()
-        return Categorical(logits=self.scores(features)).sample()
+        return Categorical(logits=self.scores(features), validate_args=True).sample()
 
 
 def play(bad: float, *, in_the_environment: bool) -> None:
@@ -272,7 +272,7 @@ class Gaussian(nn.Module):
         self.mean, self.log_scale = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
 
     def forward(self, state: Tensor) -> Normal:
-        return Normal(self.mean(state), self.log_scale.exp())  # scale
+        return Normal(self.mean(state), self.log_scale.exp(), validate_args=True)  # scale
 
 
 @pytest.mark.parametrize("sync", ["late", "eager"])
