@@ -400,6 +400,7 @@ def _outline(folder: Path, text: str) -> tuple[Outline, str]:
 def test_names_never_change_the_page(tmp_path: Path, text: str) -> None:
     """The elements and attributes are those of a run with harmless names, one by one; only the text differs."""
     assume(text not in ("rung", "words", "times", "per"))  # fields of a rung that have a place of their own
+    assume(text != "Halt")  # the last rung of a ladder that does not name it
     plain, _ = _outline(tmp_path / "plain" / "run", "harmless")
     outline, source = _outline(tmp_path / "hostile" / "run", text)
     assert outline.elements == plain.elements
