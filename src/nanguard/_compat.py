@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -194,6 +195,16 @@ def storage_key(tensor: Tensor) -> int:
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """Does not keep the memory; as long as it is held, no other storage has the same ``storage_key``: its ``cdata``."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """``tensor.register_hook(hook)`` for one that is no leaf. It takes less time, unless there are hooks already."""
+    node: Any = tensor.grad_fn
+    if tensor._backward_hooks is not None or node is None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    tensor._backward_hooks = OrderedDict({-1: hook})  # torch counts its own from 0
+    node._register_hook_dict(tensor)
 
 
 def storage_size(tensor: Tensor) -> int:

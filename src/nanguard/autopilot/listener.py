@@ -109,12 +109,13 @@ class CallListener:
         if torch.is_grad_enabled():  # a program may validate with a module whose parts it trains
             self._called.add(id(module))
         call = self._recorder.begin(calls, args, kwargs, is_taped=is_taped)
-        if call is not None:
-            call.called = module
+        if call is None:
+            return original(module, *args, **kwargs)
+        call.called = module
         try:
             output = original(module, *args, **kwargs)
         except BaseException:
-            self._recorder.raised()
+            self._recorder.raised(call)
             raise
         self._recorder.end(module, call, output)
         return output

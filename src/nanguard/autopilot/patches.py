@@ -58,12 +58,10 @@ class Patches:
             self._replace(clip_grad, name, make)
             self._saved.append((nn.utils, name, getattr(nn.utils, name)))
             setattr(nn.utils, name, getattr(clip_grad, name))
-        for listener in monitor.taper.listeners:
-            listener.begin_for_good()
+        monitor.taper.listen_for_good()
 
     def remove(self) -> None:
-        for listener in self._monitor.taper.listeners:
-            listener.end_for_good()
+        self._monitor.taper.stop_listening()
         while self._saved:
             owner, name, original = self._saved.pop()
             setattr(owner, name, original)

@@ -13,11 +13,12 @@ from nanguard import _compat
 from nanguard.incidents.call_names import PLAIN_ARGUMENTS, function_named
 from nanguard.incidents.files import rng_of_tree
 from nanguard.incidents.trees import Lost, restore
+from nanguard.source.frames import SavedPosition
 from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.trees import leaves, mapped
 from nanguard.step.calls import Call
-from nanguard.step.tape import CallTape, Made, Outside, Row, SavedPosition, TapedLoss
+from nanguard.step.tape import CallTape, Made, Outside, Row, TapedLoss
 
 TAPE = "tape"
 _ACCELERATOR = re.compile(r"(cuda|mps|xpu|hpu|mtia)(:[0-9]{1,3})?")
@@ -107,7 +108,7 @@ class _TapeReader:
         if any(isinstance(leaf, Lost) for leaf in leaves((args, kwargs))):
             raise ValueError("an argument of a module was not saved")
         mode = dtype is not None, dtype or torch.bfloat16
-        call = Call(args, kwargs, rng, mode, called=self._module(told["module"]), place=place)
+        call = Call(args, kwargs, rng, mode, called=self._module(told["module"]), code=position)
         return Row(None, args, kwargs, *state, call)
 
     def _here(self, device: torch.device) -> torch.device:

@@ -6,18 +6,20 @@ if it is small. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from nanguard import _compat, _compat_modes
-from nanguard.source.frames import Place, calling_line
+from nanguard.source.frames import Place, SavedPosition, place_of, position_of
 from nanguard.state.names import unwrapped
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
@@ -29,12 +31,16 @@ _MOST_CALLS = 16
 _LARGEST_GRADIENT = 32 << 20
 """In bytes: a gradient that is kept lives until the step's reading has been heard of."""
 
+_NO_AUTOCAST = (False, torch.bfloat16)
+_is_any_autocast_enabled = _compat_modes.is_any_autocast_enabled
+
 
 @dataclass(slots=True)
 class Call:
     """One call of the model, or of one of several modules that train together: ``called``, which may be a wrapper.
 
-    ``gradients`` are those of its outputs, None if there was none or if it is too large. ``place`` is its line.
+    ``code`` and ``at`` are the program's position. ``taped`` is what the tape notes of the arguments, if it does.
+    ``gradients`` are those of its outputs, None if there was none or if it is too large.
     ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
     If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
     ``is_evaluation``: the module was in ``eval()``, and has been called in ``train()`` before.
@@ -44,16 +50,23 @@ class Call:
     kwargs: Mapping[str, Any]
     rng: RngState | None
     autocast: tuple[bool, torch.dtype]
+    code: CodeType | SavedPosition | None = None
+    at: int = 0
+    called: nn.Module | None = None
+    taped: tuple[Any, Any] | None = None
     gradients: list[Tensor | None] = field(default_factory=list)
     misses_gradients: bool = False
-    called: nn.Module | None = None
-    place: Place | None = None
     gave_nonfinite: bool = False
     outputs: list[Tensor] = field(default_factory=list)
     has_returned: bool = False
     is_evaluation: bool = False
     graphs: list[Callable[[], Any]] = field(default_factory=list)
     """Each returns None once the graph of an output is gone."""
+
+    @property
+    def place(self) -> Place | None:
+        """The program's line."""
+        return place_of(self.code, self.at)
 
     @property
     def module(self) -> nn.Module | None:
@@ -118,11 +131,11 @@ class _Given(torch.autograd.Function):
         return ctx.gradient, None
 
 
-class _Taped(threading.local):
-    """Calls of this thread that are under way and will be rows of the tape, with their arguments."""
+class _UnderWay(threading.local):
+    """Calls of this thread that have not returned, if hooks tell of them; None for one that is not recorded."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Call, Any, Any]] = []
+        self.calls: list[Call | None] = []
 
 
 class CallRecorder:
@@ -133,19 +146,22 @@ class CallRecorder:
 
     def __init__(self, note: Callable[[], RngState | None], device: str, taper: TapeRecorder) -> None:
         self._note, self.device, self._taper = note, device, taper
-        self._taped = _Taped()
         self._undo: list[Callable[[], Any]] = []
         self._was_in_training = False
 
     def listen(self, model: nn.Module, opens: Callable[[], list[Call] | None]) -> None:
         """``opens`` gives the list to write to, or None. Copies and pickles of the module do not listen."""
+        under_way = _UnderWay()
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.begin(opens(), args, kwargs, is_taped=self._taper.pause())
+            is_taped = self._taper.pause()
+            if is_taped:  # one that is on the tape is the outermost: those before it have raised
+                under_way.calls.clear()
+            under_way.calls.append(self.begin(opens(), args, kwargs, is_taped=is_taped))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            calls = opens()
-            self.end(module, calls[-1] if calls else None, output)
+            if under_way.calls and (call := under_way.calls.pop()) is not None:
+                self.end(module, call, output)
 
         before = vars(model).get("__prepare_scriptable__")
         self._undo = [
@@ -170,31 +186,31 @@ class CallRecorder:
         is_recorded = calls is not None and _has_values()
         if not is_recorded and not is_taped:
             return None
-        mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        call = Call(args, kwargs, self._note(), mode, place=calling_line())
+        mode = _NO_AUTOCAST
+        if _is_any_autocast_enabled():
+            mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        call = Call(args, kwargs, self._note(), mode, *position_of(sys._getframe(1)))
         if is_recorded and calls is not None:
             if len(calls) >= _MOST_CALLS:
                 del calls[0]
             calls.append(call)
         if is_taped:
-            self._taped.calls.append((call, *self._taper.before_module(args, kwargs)))
+            call.taped = self._taper.before_module(args, kwargs)
         return call
 
-    def end(self, module: nn.Module, call: Call | None, output: Any) -> None:
+    def end(self, module: nn.Module, call: Call, output: Any) -> None:
         """It has returned ``output``."""
-        if call is not None and _has_values():
+        if _has_values():
             call.is_evaluation = self._was_in_training and not module.training
             self._was_in_training = self._was_in_training or module.training
             _save_gradients(call, output)
-        if self._taped.calls:
-            taped, given, named = self._taped.calls.pop()
-            self._taper.after_module(taped, given, named, output)
+        if call.taped is not None:
+            self._taper.after_module(call, output)
             self._taper.go_on(True)
 
-    def raised(self) -> None:
-        """A call has not returned."""
-        if self._taped.calls:
-            self._taped.calls.pop()
+    def raised(self, call: Call) -> None:
+        """It has not returned."""
+        if call.taped is not None:
             self._taper.go_on(True)
 
 
@@ -206,7 +222,7 @@ def _save_gradients(call: Call, output: Any) -> None:
             call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
         else:
             saver = _Saver(call.gradients, place)
-            tensor.register_hook(saver)  # type: ignore[no-untyped-call]
+            _compat.hook_gradient(tensor, saver)
             call.outputs.append(tensor.detach())
             call.graphs.append(weakref.ref(saver))
 
@@ -247,6 +263,8 @@ class _Unhooked:
 
 
 class _Saver:
+    __slots__ = ("__weakref__", "_into", "_place")
+
     def __init__(self, into: list[Tensor | None], place: int) -> None:
         self._into, self._place = into, place
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanguard import _compat, _compat_modes
 from nanguard.source.arguments import argument_names, names_beside_number
-from nanguard.source.frames import Place
+from nanguard.source.frames import Place, SavedPosition, place_of
 from nanguard.state.rng import RngState
 from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
@@ -72,13 +72,6 @@ class Drawn:
         self.device, self.state = device, state
 
 
-class SavedPosition(NamedTuple):
-    """Where the program was, and what it calls the arguments there: of a row that was read from disk."""
-
-    place: Place | None
-    names: tuple[str, ...] = ()
-
-
 class Row(NamedTuple):
     """A call: ``function`` of torch, or ``call`` of a module. ``code`` and ``at`` are the program's position in it."""
 
@@ -101,9 +94,7 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> Place | None:
-        if self.call is not None:
-            return self.call.place
-        return self.code.place if isinstance(self.code, SavedPosition) else place_of(self.code, self.at)
+        return place_of(self.code, self.at)
 
     @property
     def argument_names(self) -> list[str]:
@@ -261,14 +252,6 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether it is a plain dense tensor of floating-point numbers, which can be looked at whatever torch does now."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not _compat_modes.is_transformed(tensor)
     return is_plain and is_float(tensor) and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def place_of(code: CodeType | None, at: int) -> Place | None:
-    """The line of a position in code."""
-    if code is None:
-        return None
-    line = next((line for start, end, line in code.co_lines() if start <= at < end and line), code.co_firstlineno)
-    return code.co_filename, line, code.co_name
 
 
 def tokens(tree: Any) -> Iterator[Any]:

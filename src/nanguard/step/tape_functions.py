@@ -24,24 +24,15 @@ class FunctionTape(Protocol):
 
 
 class Listening(ABC):
-    """Patches something while a tape is written: up to ``end``, or up to ``end_for_good`` if it ``stays``."""
-
-    stays = False
+    """Patches something while a tape is written."""
 
     @abstractmethod
     def begin(self) -> bool:
-        """False if that is not possible."""
+        """False if that is not possible. Has no effect if it has begun."""
 
     @abstractmethod
-    def end(self) -> None: ...
-
-    def begin_for_good(self) -> None:
-        self.begin()
-        self.stays = True
-
-    def end_for_good(self) -> None:
-        self.stays = False
-        self.end()
+    def end(self) -> None:
+        """Has no effect if it has not begun."""
 
 
 class FunctionCalls(Listening):
@@ -62,7 +53,7 @@ class FunctionCalls(Listening):
         return True
 
     def end(self) -> None:
-        if self._is_listening and not self.stays:
+        if self._is_listening:
             self._is_listening = False
             _PATCHES.remove(self._tape)
 
@@ -111,7 +102,7 @@ class CompiledCalls(Listening):
         return self._undo is not False
 
     def end(self) -> None:
-        if self._undo and not self.stays:
+        if self._undo:
             self._undo()
             self._undo = None
 

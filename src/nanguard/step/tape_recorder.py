@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nanguard import _compat, _compat_modes
-from nanguard.source.frames import HANDLERS, is_users_file
+from nanguard.source.frames import position_of
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
@@ -64,13 +64,13 @@ class TapeRecorder(TorchFunctionMode):
         self._older: tuple[CallTape, dict[int, tuple[ref[Tensor], Made]]] | None = None
         self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
-        self._users: dict[str, bool] = {}
         self._thread = 0
         self._is_on = self._is_inside = self._is_begun = False
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
         self._compiled: tuple[int, Any] | None = None
-        compiled = CompiledCalls(self._enter_compiled, self._leave_compiled)  # first: it may not be possible
-        self.listeners = compiled, FunctionCalls(self), WarnedLines(TapeRecorder.__torch_function__.__code__)
+        self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled)
+        self._listeners = FunctionCalls(self), WarnedLines(TapeRecorder.__torch_function__.__code__)
+        self._listens_for_good = False
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -85,10 +85,27 @@ class TapeRecorder(TorchFunctionMode):
             return
         if TapeRecorder._active is not None:
             TapeRecorder._active.stop()
-        if not all(listener.begin() for listener in self.listeners):  # compiled code would depend on whether we are on
+        if not self._compiled_calls.begin():  # compiled code would depend on whether we are on
             return
+        if not self._listens_for_good:
+            self._listen()
         self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
         self._enter()
+
+    def listen_for_good(self) -> None:
+        """To what torch does not tell its modes of: also between ``stop`` and ``begin``, until ``stop_listening``."""
+        self._compiled_calls.begin()
+        self._listen()
+        self._listens_for_good = True
+
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            listener.begin()
+
+    def stop_listening(self) -> None:
+        self._listens_for_good = False
+        for listener in (self._compiled_calls, *self._listeners):
+            listener.end()
 
     def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
         alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None} if keeps_older else {}
@@ -101,8 +118,8 @@ class TapeRecorder(TorchFunctionMode):
         if not self._is_begun or self._is_inside or self._thread != threading.get_ident():
             return
         self._leave()
-        for listener in self.listeners:
-            listener.end()
+        if not self._listens_for_good:
+            self.stop_listening()
         self._compiled = None
         self._is_begun, TapeRecorder._active = False, None
 
@@ -166,7 +183,7 @@ class TapeRecorder(TorchFunctionMode):
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except Exception:
-            raw = func, given, named, *self._position(sys._getframe(1)), is_grad, _NO_AUTOCAST, rng
+            raw = func, given, named, *position_of(sys._getframe(1)), is_grad, _NO_AUTOCAST, rng
             self._note_raised(raw, (args, kwargs))
             raise
         finally:
@@ -181,11 +198,7 @@ class TapeRecorder(TorchFunctionMode):
         if kind & WRITES and result.is_leaf and result.requires_grad and func is not _requires_grad_:
             marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
             return result
-        frame = sys._getframe(1)
-        code: CodeType | None = frame.f_code
-        at = frame.f_lasti
-        if not self._users.get(frame.f_code.co_filename) or frame.f_code.co_name in HANDLERS:
-            code, at = self._position(frame)
+        code, at = position_of(sys._getframe(1))
         autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
         number = self._next
         self._next = number + 1
@@ -214,10 +227,10 @@ class TapeRecorder(TorchFunctionMode):
         """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
         return self._noted_for_module(args), self._noted_for_module(kwargs)
 
-    def after_module(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
-        if self.tape is not None and not self._is_inside:
-            code, at = self._position(sys._getframe(1))
-            raw = (None, args, kwargs, code, at, torch.is_grad_enabled(), call.autocast, call.rng, call)
+    def after_module(self, call: Call, output: Any) -> None:
+        """It has returned ``output``; ``call.taped`` is what ``before_module`` returned."""
+        if self.tape is not None and call.taped is not None and not self._is_inside:
+            raw = (None, *call.taped, call.code, call.at, _is_grad_enabled(), call.autocast, call.rng, call)
             self._append(raw, tensors_returned(output))
             self._num_calls += 1
             self.tape.has_calls = True
@@ -328,25 +341,12 @@ class TapeRecorder(TorchFunctionMode):
             return
         if not made:
             return
-        code, at = self._position(frame)
+        code, at = position_of(frame)
         autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
         self._append((func, args, kwargs, code, at, _is_grad_enabled(), autocast, rng), made)
 
     def _autocast(self) -> tuple[bool, torch.dtype | None]:
         return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-
-    def _position(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
-        """Where the program is, in the innermost of its functions."""
-        users = self._users
-        while frame is not None:
-            file = frame.f_code.co_filename
-            is_users = users.get(file)
-            if is_users is None:
-                is_users = users[file] = is_users_file(file)
-            if is_users and frame.f_code.co_name not in HANDLERS:
-                return frame.f_code, frame.f_lasti
-            frame = frame.f_back
-        return None, 0
 
     def _append(self, raw: tuple[Any, ...], made: list[Tensor]) -> None:
         number, self._next = self._next, self._next + 1

@@ -31,7 +31,7 @@ class WarnedLines(Listening):
         return True
 
     def end(self) -> None:
-        if self._hook is not None and not self.stays:
+        if self._hook is not None:
             if warnings.showwarning is self._hook:  # else the program has its own by now
                 warnings.showwarning = self._original
             self._hook = None
