@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ _WORTH_IT = 4
 """From so many small tensors on."""
 
 _LOW = {torch.float32, torch.bfloat16, torch.float16}
+_vector_norm: Any = torch.linalg.vector_norm
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -112,17 +114,21 @@ class NormWriter:
         return bool(self._small)
 
 
-def joint_norm(tensors: Sequence[Tensor]) -> float:
-    """The norm of all of them together, on the host. They are alike and on a CPU, where each call takes its time.
+def joint_norm(tensors: list[Tensor]) -> float:
+    """The norm of all of them together, on the host, in as few calls as possible: for tensors on a CPU.
 
-    Finite if and only if every element is.
+    If it is finite, so is every element. Otherwise that is not known: they may be sparse, complex, or huge numbers of
+    float64.
     """
-    members = list(tensors)
-    if not members:
+    if not tensors:
         return 0.0
-    if sum([t.numel() for t in members]) < _MANY:
-        return float(torch.linalg.vector_norm(_compat_kernels.flatten(members), dtype=torch.float64))
-    return math.hypot(*torch.stack(list(_norms(members, 2.0))).tolist())
+    try:
+        if sum([t.numel() for t in tensors]) >= _MANY:
+            return math.hypot(*torch.stack(list(_norms(tensors, 2.0))).tolist())
+        flat = _compat_kernels.flatten(tensors)
+        return math.nan if flat.is_complex() else _vector_norm(flat, dtype=torch.float64).item()
+    except RuntimeError:  # they are sparse, or on several devices
+        return math.nan
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:

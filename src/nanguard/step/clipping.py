@@ -63,12 +63,17 @@ class Clipper:
         return self._max_norm is not None or isinstance(self._how, ZScore)
 
     @property
+    def is_off(self) -> bool:
+        """Whether no gradient is ever clipped."""
+        return not (self.needs_norms or isinstance(self._how, AGC))
+
+    @property
     def together(self) -> bool:
         """Whether all parameters share one norm."""
         return self._how == "global"
 
     def clip_(self, groups: Sequence[Group], norms: Tensor) -> None:
-        if self.needs_norms or isinstance(self._how, AGC):
+        if not self.is_off:
             self._clip_(groups, norms)
 
     @torch.no_grad()

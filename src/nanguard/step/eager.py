@@ -56,6 +56,10 @@ class Eager:
     def finish(self, pending: PendingStep) -> None:
         parts = self._parts
         pending.lrs = parts.state.schedule.known_rates
+        reading = None if pending.measured is not None else parts.read_quickly(pending)
+        if reading is not None:
+            self._apply(pending, Verdict(kind="healthy", reading=reading), APPLY)
+            return
         groups = parts.gather(pending)
         reply = pending.measured or self._ask(pending, groups)
         verdict = parts.judge(parts.read(pending, reply))
@@ -70,13 +74,13 @@ class Eager:
             left = parts.read(pending, self._ask(pending, groups))
             verdict = parts.judge(replace(left, dropped_gradients=verdict.reading.gradients))
         if verdict.kind == "healthy":
-            self._apply(pending, groups, verdict, action)
+            parts.clipper.clip_(groups, parts.measurement.norms)
+            self._apply(pending, verdict, action)
         else:
             self._refuse(pending, verdict)
 
-    def _apply(self, pending: PendingStep, groups: list[Group], verdict: Verdict, action: Action) -> None:
+    def _apply(self, pending: PendingStep, verdict: Verdict, action: Action) -> None:
         parts = self._parts
-        parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
         if self._step_is_spoiled():
             reading = replace(verdict.reading, found=("update",))
@@ -142,9 +146,6 @@ class Eager:
 
     def _ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues:
         """Measures the step and waits for the values: the one sync."""
-        quick = self._parts.ask(pending, groups)
-        if quick is not None:
-            return quick
         self._parts.measure(pending, groups)
         self._parts.measurement.agree_()
         measured = MeasuredValues(pending.layout, self._parts.measurement.filled.tolist())

@@ -232,8 +232,12 @@ class StepEngine:
             self.parts.clear()
             self.parts.journal.lose(1)
             return
-        with self._memory, self.parts.leaving_no_trace():
+        try:
             self.mode.finish(pending)
+        except BaseException as error:
+            self._memory.give_back(error)
+            self.parts.leave_no_trace(error)
+            raise
         if not pending.is_in_backward:
             self.after_step()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,22 @@ class ParamGroups:
 
     def look_again(self, model: nn.Module) -> None:
         self._order = {id(p): place for place, p in enumerate(model.parameters())}
+
+    def quick_norms(self, known: Tensor | None) -> list[float] | None:
+        """The norm of each group in few calls, for a CPU; None if one is not finite, or not known to be.
+
+        ``known`` are norms of all gradients, if there are any. Not for gradients that are spread over ranks.
+        """
+        grads = [[grad for p in params if (grad := p.grad) is not None] for params in self._skippable.groups()]
+        if self._together:
+            grads = [list(chain.from_iterable(grads))]
+        if known is not None and len(known) == sum(map(len, grads)):
+            each = iter(known.tolist())
+            norms = [math.hypot(*islice(each, len(group))) for group in grads]
+        else:
+            with NoGrad():
+                norms = [joint_norm(group) for group in grads]
+        return norms if all(map(math.isfinite, norms)) else None
 
     def current(self, *, known_alike: bool = False) -> list[Group]:
         """The groups as they are now: parameters may be frozen, unused or added during training.
@@ -177,27 +193,6 @@ class Measurement:
             self._norms.write_(out, grads)
         else:
             torch.stack([norm.to(self._device) for norm in tensor_norms(grads)], out=out)
-
-    def ask(self, loss: Tensor, groups: Sequence[Group], known: Tensor | None) -> MeasuredValues | None:
-        """The loss and the norm of each group, in few calls; None if something is non-finite, or may be.
-
-        For a CPU. The whole measurement has to follow then. ``known`` are norms of all gradients.
-        """
-        value = loss.item()
-        if not math.isfinite(value) or not all(self._is_plain(group) for group in groups):
-            return None
-        sizes = [len(group.params) for group in groups]
-        with NoGrad():
-            if known is not None and len(known) == sum(sizes):
-                norms = known.tolist()
-            else:
-                sizes, norms = [1] * len(groups), [joint_norm(group.grads) for group in groups]
-        if not all(map(math.isfinite, norms)):
-            return None
-        return MeasuredValues(MeasurementLayout(0, 0, sizes, (), ()), [0.0, value, *norms])
-
-    def _is_plain(self, group: Group) -> bool:
-        return group.alike and (not group.grads or group.grads[0].device == self._device)
 
     @property
     def filled(self) -> Tensor:

@@ -27,6 +27,10 @@ class GivingMemoryBack:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.give_back(error)
+
+    def give_back(self, error: BaseException | None) -> None:
+        """The block has ended with this error, if any."""
         if isinstance(error, torch.OutOfMemoryError):
             self._recovery.give_memory_back()
 

@@ -83,6 +83,11 @@ class StepParts:
     other_parts: Callable[[], Sequence[StepParts]] = tuple
     steps_in_backward: bool = False
     first_sizes: ParameterSizes | None = None
+    can_read_quickly: bool = False
+    """Whether nothing needs the whole measurement of a sound step, as far as that never changes."""
+
+    def __post_init__(self) -> None:
+        self.can_read_quickly = self.state.device.type == "cpu" and not self.ranks.votes and self.clipper.is_off
 
     def other_networks(self) -> list[nn.Module]:
         """Networks that other optimizers train."""
@@ -130,11 +135,14 @@ class StepParts:
     def forward_backward(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
         """Runs one micro-batch of a step; the detached loss, and what else the loss function returned."""
         ddp: Any = self.state.model
-        reduction = contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync()
-        with self.leaving_no_trace(), reduction:
-            self.begin_microbatch(pending)
-            loss, aux = self.forward(micro)
-            loss = self.backward(pending, loss)
+        try:
+            with contextlib.nullcontext() if micro.reduce_gradients else ddp.no_sync():
+                self.begin_microbatch(pending)
+                loss, aux = self.forward(micro)
+                loss = self.backward(pending, loss)
+        except BaseException as error:
+            self.leave_no_trace(error)
+            raise
         return loss, aux
 
     def forward_backward_again(self, pending: PendingStep, micro: Microbatch) -> tuple[Tensor, tuple[Any, ...]]:
@@ -216,18 +224,32 @@ class StepParts:
                 scale_(grads, correction)
         return groups
 
-    def ask(self, pending: PendingStep, groups: list[Group]) -> MeasuredValues | None:
-        """What the host needs to know of a sound step on a CPU, in few calls; None if ``measure`` has to be called.
+    def read_quickly(self, pending: PendingStep) -> Reading | None:
+        """The reading of a sound step on a CPU, in few calls; None if the step has to be measured.
 
-        It is if something is non-finite, and if the vector of all values is wanted: to clip, by other ranks, by an
-        observer.
+        It has to be if something is non-finite, or may be, and if the vector of all values is wanted: to clip, by other
+        ranks, by an observer.
         """
-        needs_all = self.ranks.votes or self.clipper.needs_norms or self.journal.observers.wants_measurement
-        if needs_all or self.state.device.type != "cpu" or pending.flags or self.precision.scaler is not None:
+        if not self.can_read_quickly or pending.flags or self.precision.scaler is not None:
             return None
-        if not self.buffers.are_finite():
+        if self.journal.observers.wants_measurement or pending.correction() is not None:
             return None
-        return self.measurement.ask(pending.mean_loss(), groups, pending.known_norms)
+        loss = pending.mean_loss().item()
+        if not math.isfinite(loss) or not self.buffers.are_finite():
+            return None
+        norms = self.param_groups.quick_norms(pending.known_norms)
+        if norms is None:
+            return None
+        return Reading(
+            step=pending.step,
+            epoch=pending.epoch,
+            batch=pending.batch,
+            loss=loss if pending.knows_loss else math.nan,
+            mean_loss=loss,
+            norms=_before_clipping(pending, tuple(norms)),
+            lrs=pending.lrs,
+            num_stepped_before=pending.num_stepped_before,
+        )
 
     def measure(self, pending: PendingStep, groups: list[Group]) -> None:
         """Writes all that the step has to say onto the board."""
@@ -281,12 +303,7 @@ class StepParts:
         norms = reply.norms
         if self.precision.scaler is not None:
             norms = self.precision.scaler.in_true_size(norms, reply.scale)
-        if pending.before_clipping is None:
-            return norms
-        divisors, pending.before_clipping = pending.before_clipping.read(), None
-        if len(divisors) != len(norms):
-            return norms
-        return tuple(d if math.isinf(d) else norm * d for norm, d in zip(norms, divisors, strict=True))
+        return _before_clipping(pending, norms)
 
     def judge(self, reading: Reading) -> Verdict:
         """What the reading says by itself."""
@@ -311,9 +328,10 @@ class StepParts:
         """Whether a CUDA graph is being captured."""
         return _compat_modes.is_capturing()
 
-    def leaving_no_trace(self) -> LeavingNoTrace:
+    def leave_no_trace(self, error: BaseException) -> None:
         """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
-        return LeavingNoTrace(self)
+        if not isinstance(error, NonFiniteError):
+            self.clear()
 
     def drop_unfinished(self) -> None:
         """Lets go of a step that was begun and will not be finished."""
@@ -332,18 +350,14 @@ class StepParts:
         self.end()
 
 
-class LeavingNoTrace:
-    """See ``StepParts.leaving_no_trace``. Not a generator: these take longer, at every step."""
-
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, NonFiniteError):
-            self._parts.clear()
+def _before_clipping(pending: PendingStep, norms: tuple[float, ...]) -> tuple[float, ...]:
+    """As they were before the program clipped the gradients itself, if it has."""
+    if pending.before_clipping is None:
+        return norms
+    divisors, pending.before_clipping = pending.before_clipping.read(), None
+    if len(divisors) != len(norms):
+        return norms
+    return tuple(d if math.isinf(d) else norm * d for norm, d in zip(norms, divisors, strict=True))
 
 
 def check_loss(loss: Any) -> None:
