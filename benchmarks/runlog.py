@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanguard
+from nanguard.records.steps import Reading
 from nanguard.runlog.writer import EVERY_STEP_UNTIL, RunLog
 
 METHOD = (
@@ -105,16 +106,8 @@ def write_long(steps: int, groups: int) -> dict[str, Any]:
             began = time.perf_counter()
             for step in range(first, last):
                 loss = 2.0 + 1.0 / (step + 1.0)
-                log.write_step(
-                    step=step,
-                    epoch=step // 5000,
-                    batch=step % 5000,
-                    loss=loss,
-                    norms=norms,
-                    lrs=lrs,
-                    scale=None,
-                    skipped=False,
-                )
+                reading = Reading(step=step, epoch=step // 5000, batch=step % 5000, loss=loss, norms=norms, lrs=lrs)
+                log.write_step(reading, skipped=False)
             return (time.perf_counter() - began) / max(1, last - first) * 1e6
 
         each, thinned = write(0, min(steps, EVERY_STEP_UNTIL)), write(min(steps, EVERY_STEP_UNTIL), steps)

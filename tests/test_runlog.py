@@ -21,6 +21,7 @@ import nanguard
 from helpers import build, loss_fn, make_batches, own_step, poisoned
 from nanguard.autopilot import entry
 from nanguard.hosted.settings import Settings
+from nanguard.records.steps import Reading
 from nanguard.run_folder import RunFolder
 from nanguard.runlog import writer as runlog
 from nanguard.runlog.writer import AROUND, EVERY_STEP_UNTIL, RunLog, stride
@@ -42,9 +43,13 @@ def facts_of(step: int, *, skipped: bool = False) -> dict[str, Any]:
     }
 
 
+def write_step(log: RunLog, *, skipped: bool, **facts: Any) -> None:
+    log.write_step(Reading(**facts), skipped=skipped)
+
+
 def write_steps(log: RunLog, *steps: int) -> None:
     for step in steps:
-        log.write_step(**facts_of(step))
+        write_step(log, **facts_of(step))
 
 
 def steps_in(path: Path) -> list[int]:
@@ -77,7 +82,7 @@ class TestThinning:
             log = RunLog(folder)
             log.write("run", schema=runlog.SCHEMA)
             for place in range(number):
-                log.write_step(**facts_of(first + place, skipped=place in skipped))
+                write_step(log, **facts_of(first + place, skipped=place in skipped))
                 if place in bad:
                     log.write_incident("roll_back", step=first + place)
             if closed:
@@ -111,7 +116,7 @@ class TestThinning:
         for step in range(1_000_000):
             clock[0] += 0.01
             facts["step"] = step
-            log.write_step(**facts)
+            write_step(log, **facts)
         log.close()
         assert log.path.stat().st_size < 10e6
         assert 20_000 < len(nanguard.read_run(tmp_path).steps) < 50_000
@@ -120,7 +125,7 @@ class TestThinning:
         """After hundreds of incidents only they themselves are written."""
         log, first = RunLog(tmp_path), 64 * EVERY_STEP_UNTIL
         for step in range(first, first + 60_000):
-            log.write_step(**facts_of(step))
+            write_step(log, **facts_of(step))
             if step % 100 == 50:
                 log.write_incident("roll_back", step=step)
         log.close()
@@ -132,7 +137,7 @@ class TestThinning:
         log, first = RunLog(tmp_path), 1_000_001
         for step in range(first, first + 200):
             clock[0] += 25.0
-            log.write_step(**facts_of(step))
+            write_step(log, **facts_of(step))
         times = [json.loads(line)["time"] for line in log.path.read_text().splitlines()]
         assert max(b - a for a, b in pairwise(times)) <= 75.0
 
@@ -162,7 +167,7 @@ class TestWriting:
         log = RunLog(tmp_path, optimizer='the "first"')
         inf = float("inf")
         facts = {**facts_of(7), "loss": float("nan"), "norms": (inf, -inf, 0.1), "lrs": (None, 1), "batch": None}
-        log.write_step(**{**facts, "scale": 65536.0, "skipped": True})
+        write_step(log, **{**facts, "scale": 65536.0, "skipped": True})
         log.close()
         line = json.loads(log.path.read_text(), parse_constant=pytest.fail)
         del line["time"]
@@ -198,12 +203,12 @@ class TestWriting:
         """A limit on the size of files cuts a line in two, as a full disk does."""
         code = (
             "import resource, signal, sys; from nanguard.runlog.writer import RunLog\n"
+            "from nanguard.records.steps import Reading\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
             "log = RunLog(sys.argv[1]); log.write('run', schema=2)\n"
-            "facts = dict(epoch=0, batch=0, loss=0.5, norms=(1.0,), lrs=(), scale=None, skipped=False)\n"
             "for step in range(5000):\n"
-            "    log.write_step(step=step, **facts)\n"
+            "    log.write_step(Reading(step=step, epoch=0, batch=0, loss=0.5, norms=(1.0,)), skipped=False)\n"
             "log.close(); print('went on')\n"
         )
         done = run_python(code, str(tmp_path))
@@ -237,11 +242,12 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 WRITES = """
 import os, sys
+from nanguard.records.steps import Reading
 from nanguard.runlog.writer import RunLog
 log = RunLog(sys.argv[1])
 def write(*steps):
     for step in steps:
-        log.write_step(step=step, epoch=0, batch=None, loss=0.5, norms=(1.0,), lrs=(), scale=None, skipped=False)
+        log.write_step(Reading(step=step, epoch=0, batch=None, loss=0.5, norms=(1.0,)), skipped=False)
 """
 
 

@@ -99,9 +99,9 @@ class ProgramMonitor:
 
     def guard_new_optimizers(self, *, in_call: bool = False) -> None:
         """Before the program computes anything with them, the optimizers that it has made get their hosted steps."""
-        if self.registry.has_new_optimizers and not (self.is_idle or (in_call and self.registry.misses_parameters())):
+        if self.registry.new and not (self.is_idle or (in_call and self.registry.misses_parameters())):
             with self._making:  # another thread may be at it
-                while self.registry.has_new_optimizers:
+                while self.registry.new:
                     with self._at_work("an optimizer could not be guarded"):
                         self._attach(self.registry.guard_next())
 
@@ -350,7 +350,7 @@ class ProgramMonitor:
             self._begin_tape(self.registry.hosted_steps)
 
     def _begin_tape(self, hosted_steps: list[HostedStep]) -> None:
-        if (hosted_steps or self.registry.has_new_optimizers) and self._tracer.live is None:
+        if (hosted_steps or self.registry.new) and self._tracer.live is None:
             self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
 
     def _after_step(self) -> None:

@@ -34,7 +34,7 @@ class Busy(threading.local):
 
 
 class AtWork:
-    """Busy. Logs our own errors; never lets them end the program."""
+    """Busy. Logs our own errors; never lets them end the program. May be used again, also inside itself."""
 
     def __init__(self, busy: Busy, failure: str) -> None:
         self._busy, self._failure = busy, failure
@@ -44,7 +44,7 @@ class AtWork:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._busy.__exit__()
-        if not isinstance(error, Exception) or isinstance(error, NonFiniteError):
+        if error is None or not isinstance(error, Exception) or isinstance(error, NonFiniteError):
             return False
         log.error("nanguard: %s", self._failure, exc_info=(type(error), error, trace))
         return True

@@ -52,7 +52,8 @@ class Registry:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._new: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
+        self.new: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
+        """Optimizers that have no hosted step yet, with names of what they train."""
         self._models_of_new: list[set[int]] = []
         """Identities of the outermost modules that each of the new optimizers trains."""
         self._num_expected = 0
@@ -96,12 +97,13 @@ class Registry:
         self._entries = [entry for entry in self._entries if entry[0]() is not which]
 
     @property
-    def has_new_optimizers(self) -> bool:
-        return bool(self._new)
+    def has_hosted_steps(self) -> bool:
+        """Whether there are ``hosted_steps``, or were a moment ago."""
+        return bool(self._entries)
 
     def expect(self, optimizer: Optimizer) -> list[nn.Module]:
         """Notes an optimizer that the program is making. Returns the outermost modules that it trains."""
-        if hosted_step_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self._new):
+        if hosted_step_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self.new):
             return []
         params = parameters_of(optimizer)
         roots = [root for root in owners(params, self.live_modules) if not isinstance(root, torch.jit.ScriptModule)]
@@ -109,13 +111,13 @@ class Registry:
         by_call = names_in_call(params, roots, also_alone=self._num_expected <= _MOST_READ)
         names = {**by_call, **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
-        self._new.append((weakref.ref(optimizer), names))
+        self.new.append((weakref.ref(optimizer), names))
         self._models_of_new.append(_identities(roots))
         return roots
 
     def misses_parameters(self) -> bool:
         """Whether the modules of a new optimizer do not hold its parameters, as in ``torch.func.functional_call``."""
-        living = [(ref(), models) for (ref, _), models in zip(self._new, self._models_of_new, strict=True)]
+        living = [(ref(), models) for (ref, _), models in zip(self.new, self._models_of_new, strict=True)]
         return any(
             bool(models) and not owners(parameters_of(optimizer), self.live_modules)
             for optimizer, models in living
@@ -124,7 +126,7 @@ class Registry:
 
     def guard_next(self) -> HostedStep | None:
         """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
-        ref, names = self._new.pop(0)
+        ref, names = self.new.pop(0)
         self._models_of_new.pop(0)
         optimizer = ref()
         if optimizer is None or not parameters_of(optimizer):
@@ -256,8 +258,8 @@ class Registry:
         is_first, self.has_guard = not self.num_optimizers, True
         self.num_optimizers += len(loop.optimizers)
         self._loops.append(loop)
-        kept = [place for place, (ref, _) in enumerate(self._new) if not _is_in(ref(), loop.optimizers)]
-        self._new = [self._new[place] for place in kept]
+        kept = [place for place, (ref, _) in enumerate(self.new) if not _is_in(ref(), loop.optimizers)]
+        self.new = [self.new[place] for place in kept]
         self._models_of_new = [self._models_of_new[place] for place in kept]
         return is_first
 

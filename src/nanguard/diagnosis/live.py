@@ -66,6 +66,8 @@ class Live:
 
     def begin(self, batch: Any) -> None:
         """Start a step; ``batch`` is the last one from ``guard.epoch``."""
+        if self._run is None and not (self._is_armed or self.is_always):
+            return
         self._charge()
         if not self._is_wanted() or self._parts.is_capturing:
             return

@@ -30,24 +30,30 @@ class ProgramOptimizers(SkippableOptimizers):
 
     def take(self, step: Step | None) -> None:
         """The call that waits to be let through; None if the program itself has decided to skip."""
-        self._call, self.result, self.was_called = step, None, False
-        self._grads = [(param, param.grad) for group in self.groups() for param in group]
+        self._call, self.result, self.was_called, self._grads = step, None, False, []
+
+    def hold_gradients(self) -> None:
+        if not self._grads:
+            self._grads = [(param, param.grad) for group in self.groups() for param in group]
 
     @property
-    def taken(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The parameters, with the gradients that they had when the call came."""
+    def held(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The parameters, with the gradients that they had when ``hold_gradients`` was called."""
         return list(self._grads)
 
-    def _step(self, optimizer: Optimizer) -> None:
+    def step(self) -> None:
         if self._call is not None:
             self.was_called = True
             self.result = self._call()
+
+    def _step(self, optimizer: Optimizer) -> None:
+        self.step()
 
     def end_step(self) -> None:
         """Gradients are the program's to clear."""
 
     def give_back(self) -> None:
-        """After a step that was refused: puts the gradients back that the program had."""
+        """After a step that was refused: puts the gradients back that are held."""
         if not self.was_called:
             for param, grad in self._grads:
                 if param.grad is not grad:

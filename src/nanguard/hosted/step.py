@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -174,10 +175,10 @@ class HostedStep(UncheckedSteps):
         self.count_from(num_steps_made(self.optimizer))
         self.open()
 
-    def open(self) -> None:
-        """Begins a step and notes what it may change."""
+    def open(self, *, notes_later: bool = False) -> None:
+        """Begins a step and notes what it may change. ``notes_later``: a module is called before it changes."""
         self.has_called = False
-        self.engine.open(rerunnable=False, divisor=1)
+        self.engine.open(rerunnable=False, divisor=1, notes_later=notes_later)
 
     def _pending(self, *, in_backward: bool = False) -> PendingStep:
         """The open step; a new one if an exception has ended the last one early, or one of the same backward pass."""
@@ -197,17 +198,18 @@ class HostedStep(UncheckedSteps):
 
         What was noted when the step was opened may have changed since: the program, or other optimizers, went on.
         """
-        pending = self._pending()
+        parts, pending = self.parts, self._pending()
         pending.forget_measurement()
         self.clipping.forget()
         has_called, self.has_called = self.has_called, True
         if not is_first:
-            self.parts.last_forward.follow_()
+            parts.last_forward.follow_()
             return
-        self.parts.last_forward.mend_in_any_case_()
+        parts.last_forward.mend_in_any_case_()
         self.engine.between_steps()
-        self.engine.mode.note(pending, are_buffers_noted=not has_called and self.parts.buffers.is_noted())
-        self.parts.last_forward.begin_(self.parts.buffers)
+        is_noted = parts.buffers.is_used and not has_called and parts.buffers.is_noted()
+        self.engine.mode.note(pending, are_buffers_noted=is_noted)
+        parts.last_forward.begin_(parts.buffers)
 
     def look_for_discarded(self, calls: list[Call]) -> None:
         """Examines those with NaN results that the program has thrown away, and removes them."""
@@ -300,31 +302,34 @@ class HostedStep(UncheckedSteps):
         is under way. ``after_backward`` is called when it has ended.
         """
         self.num_calls += 1
+        parts, skippable, is_eager = self.parts, self.skippable, self.sync == "eager"
         pending = self._pending(in_backward=in_backward)
         pending.is_in_backward = in_backward
         if not pending.is_measured:
-            self._fill(pending, this)
-        self._follow_scaler()
-        before = self.parts.journal.last
-        self.skippable.take(call)
+            self._fill(pending, this, evidence_later=is_eager)
+        if parts.precision.scaler is not None:
+            self._follow_scaler()
+        before = parts.journal.last
+        skippable.take(call)
+        if in_backward or not is_eager:
+            skippable.hold_gradients()
         try:
             self.engine.finish(pending)
             if in_backward:
-                self.keep(pending, self.skippable.taken)
+                self.keep(pending, skippable.held)
         finally:
-            self.skippable.give_back()
-        if self.sync == "eager" and not pending.is_put_off:
-            pending.calls, pending.microbatches = [], []  # it is over, and they hold a batch
-            pending.last_seen = pending.tape = None
-        if self.sync == "eager":
-            last = self.parts.journal.last
+            skippable.give_back()
+        if is_eager:
+            last = parts.journal.last
             self.was_applied = last is not None and last is not before and last.applied
-            this.refused = this.refused or pending.is_put_off or self.was_refused()
+            this.refused = this.refused or pending.is_put_off or (not self.was_applied and self.was_refused())
+            if not pending.is_put_off:
+                pending.let_go()
         else:
-            self.was_applied = self.skippable.was_called
+            self.was_applied = skippable.was_called
         if not in_backward:
-            self.open()
-        return self.skippable.result
+            self.open(notes_later=self.has_called and not parts.buffers.is_used)
+        return skippable.result
 
     def put_back(self) -> None:
         """Puts buffers back to what they were before a step that was refused, or another one of the same iteration."""
@@ -343,7 +348,8 @@ class HostedStep(UncheckedSteps):
             self.engine.ring.close()
         self.parts.journal.close(steps=self.parts.num_steps)
 
-    def _fill(self, pending: PendingStep, this: Iteration) -> None:
+    def _fill(self, pending: PendingStep, this: Iteration, *, evidence_later: bool = False) -> None:
+        """With ``evidence_later``, what is needed to examine the step is added once it is known to be bad."""
         losses = undivided(self._losses_that_count(this), this.divisors)
         if self.clipping.is_noted:
             pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
@@ -351,13 +357,10 @@ class HostedStep(UncheckedSteps):
             pending.known_norms = pending.before_clipping = None
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
-        pending.calls = calls_with_gradients(this.calls)
         pending.num_stepped_before = 0 if this.in_backward is None else this.in_backward.num_applied
-        pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
-        pending.live, pending.graph_finding = this.live, this.graph_finding
-        pending.microbatches = list(this.reruns)
-        pending.tape = this.tape if this.tape.losses else None
-        pending.fetched = list(this.fetched)
+        pending.add_evidence = functools.partial(_add_evidence, pending, this)
+        if not evidence_later:
+            pending.complete()
 
     def _has_ordinary_norms(self) -> bool:
         """Clipping computes norms in fp32, which overflow before gradients do: not if the last ones were near that."""
@@ -395,3 +398,13 @@ class HostedStep(UncheckedSteps):
         """Whether the last step was bad, and so not let through, as far as the host knows."""
         last = self.parts.journal.last
         return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"
+
+
+def _add_evidence(pending: PendingStep, this: Iteration) -> None:
+    """What is needed to examine the step."""
+    pending.calls = calls_with_gradients(this.calls)
+    pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
+    pending.live, pending.graph_finding = this.live, this.graph_finding
+    pending.microbatches = list(this.reruns)
+    pending.tape = this.tape if this.tape.losses else None
+    pending.fetched = list(this.fetched)

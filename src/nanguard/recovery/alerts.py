@@ -44,6 +44,10 @@ class StandingAlerts:
         else:
             self._standing[alert.number] = _Standing(alert, _half_way(alert, alert.step + LAG))
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._standing)
+
     def are_due(self, step: int) -> bool:
         return any(each.due is not None and each.due <= step for each in self._standing.values())
 

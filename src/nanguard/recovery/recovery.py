@@ -224,6 +224,10 @@ class Recovery:
         history = self._parts.journal.history
         return history[-1].verdict.reading.step if history else -1
 
+    @property
+    def has_duties(self) -> bool:
+        return bool(self.mitigations.active or self.alerts.has_any)
+
     def ease(self, step: int, settle: Callable[[], None]) -> None:
         """Takes back mitigations that have been in force without trouble for long enough, with nothing in flight."""
         if not self.mitigations.active or not self.mitigations.are_due(step, self.last_trouble):

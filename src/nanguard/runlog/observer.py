@@ -27,16 +27,7 @@ class RunLogObserver(Observer):
 
     def on_heard(self, outcome: Outcome) -> None:
         reading = outcome.verdict.reading
-        self._log.write_step(
-            step=reading.step,
-            epoch=reading.epoch,
-            batch=reading.batch,
-            loss=reading.loss,
-            norms=reading.norms,
-            lrs=reading.lrs,
-            scale=reading.scale,
-            skipped=not outcome.applied,
-        )
+        self._log.write_step(reading, skipped=not outcome.applied)
         if outcome.action.response == "back_off":
             self._log.write("overflow", step=reading.step, epoch=reading.epoch, scale=reading.scale)
 

@@ -17,13 +17,13 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from nanguard.records.plain import plain
 from nanguard.records.run import RUN_LOG
+from nanguard.records.steps import Reading
 from nanguard.run_folder import RunFolder
 
 SCHEMA = 2
@@ -48,7 +48,7 @@ _FRAME = ("run", "optimizer", "end")
 
 log = logging.getLogger("nanguard")
 
-StepFacts = tuple[float, int, int, int | None, float, Sequence[float], Sequence[float | None], float | None, bool]
+StepFacts = tuple[float, Reading, bool]
 
 
 def stride(step: int) -> int:
@@ -85,20 +85,9 @@ class RunLog:
         self._pages.add_neighbours()
         self._pages.add_event(event, fields)
 
-    def write_step(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        batch: int | None,
-        loss: float,
-        norms: Sequence[float],
-        lrs: Sequence[float | None],
-        scale: float | None,
-        skipped: bool,
-    ) -> None:
+    def write_step(self, reading: Reading, *, skipped: bool) -> None:
         """Adds a step. It is written soon, or held in case an incident follows, and then dropped."""
-        self._pages.add_step((time.time(), step, epoch, batch, loss, norms, lrs, scale, skipped))
+        self._pages.add_step(time.time(), reading, skipped)
 
     def close(self) -> None:
         """Writes what is buffered, including the last step."""
@@ -117,24 +106,24 @@ class _Pages:
         self._is_worth_keeping = False
         self._is_begun = False
         self._header = b""
-        self._lines: list[str] = []
+        self._lines: list[str | StepFacts] = []
         self._held: deque[StepFacts] = deque(maxlen=AROUND)
         self._all_for = AROUND
         self._surrounded = 0
         self._flushed_at = self._step_at = time.time()
 
-    def add_step(self, facts: StepFacts) -> None:
+    def add_step(self, now: float, reading: Reading, skipped: bool) -> None:
         if not self._works:
             return
-        now, step, skipped = facts[0], facts[1], facts[-1]
+        step = reading.step
         self._leave_to_parent()
         self._is_worth_keeping = True
         if skipped or self._all_for > 0 or step % stride(step) == 0 or _passed(self._step_at, now) >= _LONGEST_GAP:
             self._all_for -= 1
             self._step_at = now
-            self._lines.append(self._line_of(facts))
+            self._lines.append((now, reading, skipped))
         else:
-            self._held.append(facts)
+            self._held.append((now, reading, skipped))
         is_due = _passed(self._flushed_at, now) >= _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN
         if is_due or not self._folder.is_made:
             self._flush(now)
@@ -144,7 +133,7 @@ class _Pages:
         self._leave_to_parent()
         self._surrounded += 1
         if self._surrounded <= _MOST_SURROUNDED:
-            self._lines += map(self._line_of, self._held)
+            self._lines += self._held
             self._held.clear()
             self._all_for = AROUND
 
@@ -155,28 +144,29 @@ class _Pages:
         self._is_worth_keeping = self._is_worth_keeping or event not in _FRAME
         now = time.time()
         line = {"event": event, "time": round(now, 3), **fields, **self._by}
-        self._lines.append(json.dumps(plain(line), allow_nan=False) + "\n")
+        text = json.dumps(plain(line), allow_nan=False) + "\n"
+        self._lines.append(text)
         if event == "run":
-            self._header = self._lines[-1].encode("utf-8")
+            self._header = text.encode("utf-8")
         self._flush(now)
 
     def finish(self) -> None:
         self._leave_to_parent()
         if self._held:
-            self._lines.append(self._line_of(self._held.pop()))
+            self._lines.append(self._held.pop())
         self._held.clear()
         if self._folder.is_made and not self._folder.path.exists():  # it was removed during the run
             self._lines.clear()
         self._flush(time.time())
 
     def _line_of(self, facts: StepFacts) -> str:
-        now, step, epoch, batch, loss, norms, lrs, scale, skipped = facts
-        at = "null" if batch is None else batch
-        each_norm, each_lr = ",".join(map(_number, norms)), ",".join(map(_number, lrs))
+        now, reading, skipped = facts
+        at = "null" if reading.batch is None else reading.batch
+        norms, lrs = ",".join(map(_number, reading.norms)), ",".join(map(_number, reading.lrs))
         rest = _SKIPPED + self._by_text if skipped else self._by_text
         return (
-            f'{{"event":"step","time":{now:.3f},"step":{step},"epoch":{epoch},"batch":{at},"loss":{_number(loss)}'
-            f',"norms":[{each_norm}],"lrs":[{each_lr}],"scale":{_number(scale)}{rest}}}\n'
+            f'{{"event":"step","time":{now:.3f},"step":{reading.step},"epoch":{reading.epoch},"batch":{at}'
+            f',"loss":{_number(reading.loss)},"norms":[{norms}],"lrs":[{lrs}],"scale":{_number(reading.scale)}{rest}}}\n'
         )
 
     def _leave_to_parent(self) -> None:
@@ -189,9 +179,10 @@ class _Pages:
     def _flush(self, now: float) -> None:
         self._flushed_at = now
         # If this is interrupted, lines are lost rather than written twice.
-        lines, self._lines = self._lines, []
-        if not lines or not self._works:
+        added, self._lines = self._lines, []
+        if not added or not self._works:
             return
+        lines = [each if isinstance(each, str) else self._line_of(each) for each in added]
         if not self._folder.is_made and not self._is_worth_keeping:
             self._folder.hold(lines)
             return

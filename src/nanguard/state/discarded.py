@@ -34,9 +34,9 @@ class LastForward:
         self._number = 0
 
     def begin_(self, noted: Undo) -> None:
-        """The first pass of a step begins. ``noted`` has just noted the buffers."""
+        """The first pass of a step begins. ``noted`` has just noted the buffers, if there are any."""
         self._number = 1
-        self._start(noted)
+        self._before, self._losses, self._is_used = noted if noted.is_used else None, [], False
 
     def follow_(self) -> None:
         """Another pass of the same step begins."""
@@ -48,15 +48,13 @@ class LastForward:
             self._later = Undo(self._device)
             self._later.watch_buffers(unwrapped(self._model), only_small=True)
         self._later.note_()
-        self._start(self._later)
-
-    def _start(self, before: Undo) -> None:
-        self._before, self._losses, self._is_used = before, [], False
+        self._before, self._losses, self._is_used = self._later, [], False
 
     def was_used(self, losses: Sequence[Tensor]) -> None:
         """There was a backward pass, from these."""
         self._is_used = True
-        self._losses = [*self._losses, *losses][-_MOST_LOSSES:]
+        if self._before is not None:
+            self._losses = [*self._losses, *losses][-_MOST_LOSSES:]
 
     def mend_(self) -> None:
         """Puts non-finite buffers back, unless the pass led to a backward pass from a finite loss."""

@@ -182,6 +182,11 @@ class Undo:
         self._large: list[_Slot] = []
         self._loose: dict[Key, _Slot] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is anything to note."""
+        return bool(self._slots)
+
     def watch_buffers(self, module: nn.Module, *, only_small: bool = False) -> None:
         """Every buffer that ``module`` has now, and no other; with ``only_small`` those that take little memory."""
         self._take([(path, _compat.buffers_of(owner)) for path, owner in module.named_modules()], only_small=only_small)

@@ -45,7 +45,7 @@ class Eager:
 
     def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         parts = self._parts
-        if not are_buffers_noted:
+        if parts.buffers.is_used and not are_buffers_noted:
             parts.buffers.note_()
         pending.training = TrainingModes(parts.modules)
 
@@ -60,6 +60,8 @@ class Eager:
         if reading is not None:
             self._apply(pending, Verdict(kind="healthy", reading=reading), APPLY)
             return
+        pending.complete()
+        parts.skippable.hold_gradients()
         groups = parts.gather(pending)
         reply = pending.measured or self._ask(pending, groups)
         verdict = parts.judge(parts.read(pending, reply))
@@ -81,14 +83,21 @@ class Eager:
 
     def _apply(self, pending: PendingStep, verdict: Verdict, action: Action) -> None:
         parts = self._parts
-        self._recovery.fence()
-        if self._step_is_spoiled():
+        if parts.state.device.type != "cpu":
+            self._recovery.fence()
+        is_checked = parts.update_checks.are_due(parts.num_steps)
+        if not is_checked:
+            parts.skippable.step()
+        elif self._step_is_spoiled():
             reading = replace(verdict.reading, found=("update",))
             self._refuse(pending, replace(verdict, kind="nonfinite", reading=reading))
             return
-        parts.update_average()
-        parts.clipper.remember_()
-        parts.state.schedule.tick()
+        if parts.state.ema is not None:
+            parts.update_average()
+        if not parts.clipper.is_off:
+            parts.clipper.remember_()
+        if parts.state.schedule.is_ours:
+            parts.state.schedule.tick()
         if parts.precision.scaler is not None:
             parts.precision.scaler.update_(self._good)
         parts.skippable.end_step()
@@ -98,9 +107,6 @@ class Eager:
     def _step_is_spoiled(self) -> bool:
         """Steps. True if the update was looked at, and taken back."""
         parts = self._parts
-        if not parts.update_checks.are_due(parts.num_steps):
-            parts.skippable.step()
-            return False
         with parts.update_checks.around_update(parts.num_steps) as spoiled:
             parts.skippable.step()
         return bool(spoiled)

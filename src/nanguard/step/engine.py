@@ -59,6 +59,7 @@ class StepEngine:
         host_advances: bool = False,
     ) -> None:
         self.parts, self.data, self.ring, self.recovery = parts, data, ring, recovery
+        self._tracer = recovery.tracer
         self.accumulate = accumulate
         self._host_advances = host_advances
         self.num_epochs = 0
@@ -113,35 +114,42 @@ class StepEngine:
             return pending.shown
         return pending.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
 
-    def open(self, *, rerunnable: bool, divisor: int, in_backward: bool = False) -> PendingStep:
+    def open(
+        self, *, rerunnable: bool, divisor: int, in_backward: bool = False, notes_later: bool = False
+    ) -> PendingStep:
         """Begins a step: processes the readings that are due, then notes what the step may change.
 
-        Inside a backward pass (``in_backward``) readings wait: nothing can be run again there.
+        Inside a backward pass (``in_backward``) readings wait: nothing can be run again there. With ``notes_later`` the
+        host calls ``mode.note`` before the model is called.
         """
+        parts = self.parts
         if self._taper.tape is not None:
             self._taper.forget()
-        is_capturing = self.parts.is_capturing
+        is_capturing = parts.is_capturing
         if not (is_capturing or in_backward):
-            self.parts.last_forward.mend_in_any_case_()
+            parts.last_forward.mend_in_any_case_()
             self.mode.before()
-            self.recovery.ease(self.parts.num_steps, self.mode.settle)
-            if self.recovery.heed(self.parts.num_steps, self.mode.settle):
-                self.mode.drop_in_flight()
-            self._before_the_first_step()
+            if self.recovery.has_duties:
+                self.recovery.ease(parts.num_steps, self.mode.settle)
+                if self.recovery.heed(parts.num_steps, self.mode.settle):
+                    self.mode.drop_in_flight()
+            if parts.num_steps == parts.first_step:
+                self._before_the_first_step()
         elif is_capturing and (self.late is None or not self.late.is_settled):
             raise ProtocolError(
                 "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
                 "fused, capturable optimizers, and call guard.settle() before the capture"
             )
-        pending = PendingStep(self.parts.num_steps, self.num_epochs, self._position, rerunnable, divisor)
+        pending = PendingStep(parts.num_steps, self.num_epochs, self._position, rerunnable, divisor)
         pending.last_seen = self.data.last
-        self.parts.islands.put_back()
-        self.mode.note(pending, are_buffers_noted=in_backward)  # the forward pass has changed them by then
-        self.parts.ranks.forget_()
-        self.parts.begin(pending)
+        parts.islands.put_back()
+        if not notes_later:
+            self.mode.note(pending, are_buffers_noted=in_backward)  # the forward pass has changed them by then
+        parts.ranks.forget_()
+        parts.begin(pending)
         if not rerunnable:
-            self.recovery.tracer.begin(pending.last_seen)
-        self.parts.journal.observers.on_open(pending.step)
+            self._tracer.begin(pending.last_seen)
+        parts.journal.observers.on_open(pending.step)
         return pending
 
     def stop_taping(self) -> PendingStep | None:
@@ -159,12 +167,12 @@ class StepEngine:
         if self._is_taping and pending is not None and not self.parts.is_capturing:
             pending.tape = pending.tape or CallTape()
             self._taper.begin(pending.tape)
-        with self._memory, self.recovery.tracer.watching(), self.parts.precision.autocast():
+        with self._memory, self._tracer.watching(), self.parts.precision.autocast():
             yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """Runs one backward pass of the user's own loop."""
-        tracer = self.recovery.tracer
+        tracer = self._tracer
         self._taper.stop()
         for call in pending.calls:
             if not call.is_discarded:
@@ -215,8 +223,9 @@ class StepEngine:
         self.parts.end()
         if self._taper.tape is not None:
             self._taper.forget()
-        pending.last_batch = self._position
-        pending.fetched = self.data.take_fetched() or pending.fetched
+        if self.data.current is not None:
+            pending.last_batch = self._position
+            pending.fetched = self.data.take_fetched() or pending.fetched
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)
             self.parts.is_captured = True
@@ -255,7 +264,7 @@ class StepEngine:
         self.after_step()
 
     def _before_the_first_step(self) -> None:
-        if self.ring is not None and self.parts.num_steps == self.parts.first_step:
+        if self.ring is not None:
             self.ring.take_first(self.parts.first_step)
 
     def after_step(self) -> None:
@@ -310,7 +319,8 @@ class StepEngine:
         self._left_early = False
         self.num_epochs = self.data.begin(loader, self.num_epochs).number
         self.parts.look_again()
-        self._before_the_first_step()
+        if self.parts.num_steps == self.parts.first_step:
+            self._before_the_first_step()
         self.parts.journal.observers.on_epoch(self.num_epochs)
         return self.num_epochs
 

@@ -16,7 +16,7 @@ from nanguard.errors import NonFiniteError
 from nanguard.policy.divergence import Trend
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import halt_message
-from nanguard.records.steps import Action, Incident, Incidents, Outcome, Progress, Reading, Verdict
+from nanguard.records.steps import APPLY, Action, Incident, Incidents, Outcome, Progress, Reading, Verdict
 from nanguard.records.summary import closing_line
 from nanguard.step.observers import Observers
 
@@ -74,6 +74,11 @@ class Journal:
         """Counts, remembers, and tells the observers; raises ``NonFiniteError`` if the policy says to halt."""
         self.last = outcome
         reading, response = outcome.verdict.reading, outcome.action.response
+        if outcome.action is APPLY and not reading.dropped_microbatches:
+            self.counts["applied"] += 1
+            self.refused_in_a_row = 0
+            self.observers.on_heard(outcome)
+            return
         if not outcome.is_rollback:
             refused = {"back_off": "backed_off", "halt": "halted"}.get(response, "skipped")
             self.counts["applied" if outcome.applied else refused] += 1

@@ -42,6 +42,9 @@ class SkippableOptimizers:
         """Those that there are now."""
         return [grad for group in self.groups() for p in group if (grad := p.grad) is not None]
 
+    def hold_gradients(self) -> None:
+        """A step may be refused. Whoever calls ``step()`` may want the gradients back that it has now."""
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             self._step(optimizer)

@@ -112,11 +112,24 @@ class PendingStep:
     tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
+    add_evidence: Callable[[], None] | None = None
+    """Adds what is needed to examine the step, if that was not done yet: a sound step does without."""
 
     @property
     def is_put_off(self) -> bool:
         """Whether it was refused, and is to be answered when the backward pass has ended."""
         return self.is_in_backward and self.verdict is not None and self.readback is None
+
+    def complete(self) -> None:
+        """Before it is answered."""
+        if self.add_evidence is not None:
+            self.add_evidence()
+            self.add_evidence = None
+
+    def let_go(self) -> None:
+        """It is over: holds no batch any more."""
+        self.calls, self.microbatches = [], []
+        self.last_seen = self.tape = self.add_evidence = None
 
     @property
     def is_measured(self) -> bool:

@@ -83,6 +83,10 @@ class Responder(Protocol):
     def fence(self) -> None:
         """Before the optimizers write: the device finishes reading what a snapshot copies. Does not sync."""
 
+    @property
+    def has_duties(self) -> bool:
+        """Whether ``ease`` or ``heed`` may have something to do."""
+
     def ease(self, step: int, settle: Callable[[], None]) -> None:
         """Takes back mitigations that are due; calls ``settle`` first if there are any."""
 
