@@ -116,10 +116,17 @@ is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
     """Ops inside are not seen by any dispatch mode."""
+    return _disable_current_modes() if is_watched() else _NOTHING  # the former takes some 5 us
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode sees ops now."""
     # Torch sets a key while there are modes that see ops before autograd does, as in torch.export.
-    if torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH):
-        return _disable_current_modes()  # takes some 5 us
-    return _NOTHING
+    return bool(_num_dispatch_modes() or _is_key_included(_BEFORE_DISPATCH))
+
+
+_num_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_is_key_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

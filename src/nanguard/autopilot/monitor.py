@@ -32,7 +32,7 @@ from nanguard.hosted.optimizers import Once, Step
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import NotedSampler
-from nanguard.state.rng import RngState, states_now
+from nanguard.state.rng import RngReader, RngState, states_now
 from nanguard.state.trees import tensors
 from nanguard.step.calls import Call, CallRecorder
 
@@ -53,10 +53,13 @@ class ProgramMonitor:
         self._passes = BackwardPasses()
         self._manual: ManualUpdate | None = None
         self._is_closed, self._num_forwards = False, 0
+        self._rng_reader: RngReader | None = None
         self.first_pass = FirstPass(is_wanted=settings.diagnose != "off")
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self.taper), threading.RLock()
+        self._noting = self._at_work("what a step may change could not be noted")
+        self._noting_losses = self._at_work("a loss could not be noted")
         self._recorder = CallRecorder(self._random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone, settings)
@@ -120,55 +123,70 @@ class ProgramMonitor:
         Returns the list that the call is recorded in, None if it is not, and whether the tape was paused for it.
         """
         self.registry.used.add(root)
-        self.guard_new_optimizers(in_call=True)
+        if self.registry.new:
+            self.guard_new_optimizers(in_call=True)
         if self.is_aside:
             return None, False
-        is_training, hosted_steps = torch.is_grad_enabled(), self.registry.hosted_steps
+        taper, coordinator, hosted_steps = self.taper, self._coordinator, self.registry.hosted_steps
+        is_training = torch.is_grad_enabled()
         if is_training:
             self._num_forwards += 1
-            self._tracer.resume()
+            if self._tracer.is_used:
+                self._tracer.resume()
             self._begin_tape(hosted_steps)
-            self.taper.before_call()
-        elif not self._iteration.has_begun:
-            self.taper.before_evaluation()
-        was_taping = self.taper.pause()
-        with self._at_work("what a step may change could not be noted"):
-            for hosted in [each for each in hosted_steps if root in each.root_identities]:
-                if is_training:
-                    self._coordinator.before_forward(hosted)
-                else:
-                    hosted.before_evaluation()
-        if is_training:
-            self._coordinator.begin_iteration()
-        return self._iteration.calls if is_training else None, was_taping
+            taper.before_call()
+        elif not coordinator.iteration.has_begun:
+            taper.before_evaluation()
+        was_taping = taper.pause()
+        with self._noting:
+            for hosted in hosted_steps:
+                if root in hosted.root_identities:
+                    if is_training:
+                        coordinator.before_forward(hosted)
+                    else:
+                        hosted.before_evaluation()
+        if not is_training:
+            return None, was_taping
+        coordinator.begin_iteration()
+        return coordinator.iteration.calls, was_taping
 
     def _attach(self, hosted: HostedStep | None) -> None:
         """Listens to the modules that a new hosted step trains."""
         if hosted is not None:
             self._listener.listen(hosted.roots)
             self._recorder.device = self.taper.device = hosted.parts.state.device.type
+            self._rng_reader = hosted.parts.state.rng_reader
             self._tracer.start(self.registry.hosted_steps)
 
     def after_forward(self, tensors: Any, gradients: Any = None) -> None:
         """The program is about to compute gradients of these; ``gradients`` are those that it begins with."""
         self.taper.stop()
-        self.guard_new_optimizers()
-        self._tracer.resume()
-        with self._at_work("a loss could not be noted"), _compat_modes.unwatched():
-            losses, is_manual = losses_in(tensors), self._has_no_optimizer
-            self._coordinator.after_forward(losses)
-            leaves = leaves_of(losses) if is_manual else []
-            self.taper.note_backward(tensors, gradients, leaves)
-            if is_manual and losses:
-                self._coordinator.note_finding(self.first_pass.expect(losses))
-                self._manual = self._manual or ManualUpdate()
-                self._manual.expect(leaves)
+        if self.registry.new:
+            self.guard_new_optimizers()
+        if self._tracer.is_used:
+            self._tracer.resume()
+        with self._noting_losses:
+            if _compat_modes.is_watched():
+                with _compat_modes.unwatched():
+                    self._note_losses(tensors, gradients)
+            else:
+                self._note_losses(tensors, gradients)
         self._passes.begin(self._iteration)
+
+    def _note_losses(self, tensors: Any, gradients: Any) -> None:
+        losses, is_manual = losses_in(tensors), self._has_no_optimizer
+        self._coordinator.after_forward(losses)
+        leaves = leaves_of(losses) if is_manual else []
+        self.taper.note_backward(tensors, gradients, leaves)
+        if is_manual and losses:
+            self._coordinator.note_finding(self.first_pass.expect(losses))
+            self._manual = self._manual or ManualUpdate()
+            self._manual.expect(leaves)
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
         self._end_backward()
-        losses = [] if self._tracer.live is None and self._manual is None else losses_in(tensors)
+        losses = losses_in(tensors) if self._tracer.is_used or self._manual is not None else []
         if losses:
             self._examine_trace(losses[-1])
         if self._manual is not None and not self._with_optimizer and losses:
@@ -254,7 +272,8 @@ class ProgramMonitor:
         """
         self.taper.stop()
         self.taper.note_gradients(optimizer)
-        self.guard_new_optimizers()
+        if self.registry.new:
+            self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return None if call is None else call()
@@ -272,8 +291,9 @@ class ProgramMonitor:
             elif check_afterwards:
                 result = self._step_and_check(hosted, once, watched)
             else:
-                self._examine_trace(None)
-                self._tracer.stop()
+                if self._tracer.is_used:
+                    self._examine_trace(None)
+                    self._tracer.stop()
                 with self._busy:
                     self._listener.look_inside()
                     result = self._coordinator.step(hosted, None if call is None else once)
@@ -330,6 +350,8 @@ class ProgramMonitor:
     @property
     def _has_no_optimizer(self) -> bool:
         """Whether the program updates its tensors itself; False if it has optimizers that are not guarded here."""
+        if self._manual is None and self.registry.has_hosted_steps:
+            return False
         return not (self._with_optimizer or self.registry.has_guard or self.registry.unguarded)
 
     @property
@@ -341,8 +363,9 @@ class ProgramMonitor:
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
     def _random_states(self) -> RngState | None:
-        hosted = self.registry.hosted_steps  # while a graph is captured they cannot be read
-        return None if _compat_modes.is_capturing() else hosted[0].random_states() if hosted else states_now()
+        if _compat_modes.is_capturing():  # they cannot be read
+            return None
+        return states_now() if self._rng_reader is None else self._rng_reader.now(self._num_forwards)
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""
@@ -350,7 +373,7 @@ class ProgramMonitor:
             self._begin_tape(self.registry.hosted_steps)
 
     def _begin_tape(self, hosted_steps: list[HostedStep]) -> None:
-        if (hosted_steps or self.registry.new) and self._tracer.live is None:
+        if (hosted_steps or self.registry.new) and not (self._tracer.is_used and self._tracer.live is not None):
             self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
 
     def _after_step(self) -> None:

@@ -190,7 +190,7 @@ class Patches:
             finally:
                 monitor.taper.go_on(was_taping)
             monitor.note_cleared()
-            if not monitor.registry.hosted_steps:  # the first step: later a batch, or the end of a step, tells
+            if not monitor.registry.has_hosted_steps:  # the first step: later a batch, or the end of a step, tells
                 monitor.begin_taping()
 
         return zero_grad

@@ -36,6 +36,11 @@ class Tracer:
         self._thread = 0
 
     @property
+    def is_used(self) -> bool:
+        """Whether a step is traced, maybe of another thread."""
+        return self._live is not None
+
+    @property
     def live(self) -> Live | None:
         """That of the hosted step that is traced; None if no step is, or one of another thread."""
         return self._live if self._thread == threading.get_ident() else None

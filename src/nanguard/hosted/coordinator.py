@@ -91,7 +91,7 @@ class StepCoordinator:
     def _look_for_discarded(self) -> None:
         """Each looks at the passes of its own modules. Those that it has examined are no part of the step."""
         this = self.iteration
-        gone = [call for call in this.calls if call.is_discarded]
+        gone = [call for call in this.calls if call.outputs and call.is_discarded]
         for hosted in this.noted if gone else ():
             own = [call for call in gone if len(this.noted) == 1 or _is_of(call, hosted)]
             seen = set(map(id, own))
@@ -102,23 +102,28 @@ class StepCoordinator:
     def after_forward(self, losses: Sequence[Tensor]) -> None:
         """The host is about to call ``backward()`` on these. Does not sync on a GPU."""
         seen = self.note_losses(losses)
-        for call in self.iteration.calls:
-            if not call.is_discarded:
+        this = self.iteration
+        for call in this.calls:
+            if call.outputs and not call.is_discarded:
                 call.outputs.clear()
-        for hosted in self.iteration.noted:
+        for hosted in this.noted:
             hosted.after_forward(seen)
         self.examine_graph(losses)
 
     def note_losses(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """The losses of this iteration, without their graphs. A scaled one is noted as it was before scaling."""
         self.begin_iteration()
-        unscaled = [getattr(loss, "_nanguard_loss", loss) for loss in losses]
+        this = self.iteration
+        unscaled = [vars(loss).get("_nanguard_loss", loss) for loss in losses]
         seen = [_alone(loss) for loss in unscaled]
-        self.iteration.losses += seen
-        with _compat_modes.unwatched():  # a dispatch mode is given a plain number for the tensor of a number
-            self.iteration.divisors += map(_compat.divisor_of, unscaled)
-        for noted in (self.iteration.losses, self.iteration.divisors):
-            del noted[:-_MOST_LOSSES]  # a program may differentiate for ever without a step
+        this.losses += seen
+        if _compat_modes.is_watched():  # a dispatch mode is given a plain number for the tensor of a number
+            with _compat_modes.unwatched():
+                this.divisors += map(_compat.divisor_of, unscaled)
+        else:
+            this.divisors += map(_compat.divisor_of, unscaled)
+        if len(this.losses) > _MOST_LOSSES:  # a program may differentiate for ever without a step
+            del this.losses[:-_MOST_LOSSES], this.divisors[:-_MOST_LOSSES]
         return seen
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
