@@ -514,10 +514,7 @@ def in_a_thread_of_autograd(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("make", [MAKES["Adam"], MAKES["AdamW fused"]], ids=["eager", "late"])
 def test_so_it_is_if_hooks_run_in_a_thread_of_autograd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU. Torch knows in which threads a backward pass runs; here one with a name stands for such a thread."""
-    is_in_backward = _compat_modes.is_in_backward
-    monkeypatch.setattr(
-        _compat_modes, "is_in_backward", lambda: is_in_backward() or threading.current_thread().name == "autograd"
-    )
+    say_they_are_in_backward(monkeypatch)
     torch.manual_seed(0)
     with nanguard.install(sync="late" if make is MAKES["AdamW fused"] else "auto") as autopilot:
         program = Program(make, lambda model: [], "zero_grad")
@@ -543,13 +540,18 @@ def test_so_it_is_if_hooks_run_in_a_thread_of_autograd(make: Make, monkeypatch: 
     assert all(p.isfinite().all() for p in params)
 
 
+def say_they_are_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads called "autograd" run a backward pass, as those of a GPU do."""
+    current_pass = _compat_modes.current_pass
+    monkeypatch.setattr(
+        _compat_modes, "current_pass", lambda: 0 if threading.current_thread().name == "autograd" else current_pass()
+    )
+
+
 def test_steps_of_other_threads_of_autograd_have_no_effect_while_the_step_runs_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_in_backward = _compat_modes.is_in_backward
-    monkeypatch.setattr(
-        _compat_modes, "is_in_backward", lambda: is_in_backward() or threading.current_thread().name == "autograd"
-    )
+    say_they_are_in_backward(monkeypatch)
     with nanguard.install() as autopilot:
         weight = nn.Parameter(torch.ones(3))
         optimizer = Adam([weight], lr=0.1)

@@ -307,8 +307,8 @@ class TestUnderTheGuard:
             told.append([(r.step, repr(r.loss), r.lrs, r.skipped) for r in records])
             norms.append([norm for r in records for norm in r.norms])
         assert told[0] == told[1]
-        # On a CPU, a step that is waited for is measured by one sum for all gradients of a group.
-        assert norms[0] == pytest.approx(norms[1], rel=1e-12, nan_ok=True)
+        # On a CPU, a step that is waited for is measured by one sum in fp32 for all gradients of a group.
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6, nan_ok=True)
         assert [step for step, *_, skipped in told[0] if skipped] == [5, 6, 13]
 
     def test_a_learning_rate_on_the_device_is_not_asked_for(self) -> None:

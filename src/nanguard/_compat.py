@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx._symbolic_trace as _symbolic_trace
+import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +30,10 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether the program has put hooks before this optimizer's step, or all of them: they may change gradients."""
-    everywhere = getattr(sys.modules.get("torch.optim.optimizer"), "_global_optimizer_pre_hooks", {})
-    return bool(everywhere) or bool(getattr(optimizer, "_optimizer_step_pre_hooks", {}))
+    return bool(_PRE_HOOKS_OF_ALL or getattr(optimizer, "_optimizer_step_pre_hooks", None))
+
+
+_PRE_HOOKS_OF_ALL: Any = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", {})
 
 
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:

@@ -27,6 +27,7 @@ from nanguard.step.epoch import Epoch
 from nanguard.step.observers import Observer
 from nanguard.step.pending import LossFn
 from nanguard.step.precision import LossScale
+from nanguard.step.resuming import facts_of, load_facts, resume
 from nanguard.wiring import introduce, make_engine, make_journal
 
 T = TypeVar("T")
@@ -330,7 +331,7 @@ class Guard:
         at the batch before which the snapshot was taken. Needs ``Snapshots(where="disk")``.
         """
         self.settle()
-        return self._engine.resume()
+        return resume(self._engine)
 
     def can_save(self) -> bool:
         """Whether a checkpoint saved right now is sound: ``if guard.can_save(): torch.save(...)``.
@@ -373,7 +374,7 @@ class Guard:
         parts = self._parts
         return {
             "version": 2,
-            **self._engine.facts(),
+            **facts_of(self._engine),
             "scaler": None if parts.precision.scaler is None else parts.precision.scaler.state_dict(),
             "clipper": parts.clipper.state_dict(),
             "observers": parts.journal.observers.state_dict(),
@@ -392,7 +393,7 @@ class Guard:
         self.settle()
         self._recovery.forget()
         self._engine.mode.drop_in_flight()
-        self._engine.load_facts(state)
+        load_facts(self._engine, state)
         if parts.precision.scaler is not None:
             parts.precision.scaler.load_state_dict(state["scaler"])
         parts.clipper.load_state_dict(state["clipper"])

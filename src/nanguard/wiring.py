@@ -32,6 +32,7 @@ from nanguard.step.observers import Observer, Observers
 from nanguard.step.panels import PanelLogger
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG
+from nanguard.step.resuming import facts_of
 
 log = logging.getLogger("nanguard")
 
@@ -84,7 +85,7 @@ def make_engine(
             lag=LAG,
             is_calm=lambda: not parts.journal.trend.beyond,
             folder=snapshot_dir,
-            run_facts=lambda: engine.facts(),
+            run_facts=lambda: facts_of(engine),
             prepare=lambda facts: recovery.prepare(facts),
         )
     recovery = Recovery(parts, data, ring, diagnose=diagnose, bundles=_bundles(capture, run_dir, parts))

@@ -57,8 +57,10 @@ class CallListener:
     def look_inside(self) -> None:
         """To the children of the module that is being called: it steps its optimizer itself, so it is a whole loop."""
         module = self._inside.module
-        listed = None if module is None else self._listed.get(id(module))
-        if module is not None and listed is not None and any(module.children()):
+        if module is None:
+            return
+        listed = self._listed.get(id(module))
+        if listed is not None and any(module.children()):
             del self._listed[id(module)]
             self.listen(module.children(), listed[1])
 
@@ -85,22 +87,21 @@ class CallListener:
         if kind in self._wrapped:
             return
         own = self._wrapped[kind] = vars(kind).get("__call__")
-
-        def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """Looked up at each call: others, such as torch.fx, may replace the inherited method."""
-            inherited: Any = super(kind, module)
-            return inherited.__call__(*args, **kwargs) if own is None else own(module, *args, **kwargs)
+        inside, listed = self._inside, self._listed
 
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Looked up at each call: others, such as torch.fx, may replace the inherited method.
+            inherited: Any = super(kind, module)
+            original = inherited.__call__ if own is None else functools.partial(own, module)
             # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
-            if _compat.is_recording() or self._inside.module is not None or id(module) not in self._listed:
-                return original(module, *args, **kwargs)
-            self._inside.module = module
+            if _compat.is_recording() or inside.module is not None or id(module) not in listed:
+                return original(*args, **kwargs)
+            inside.module = module
             try:
                 return self._record(original, module, args, kwargs)
             finally:
-                self._inside.module = None
+                inside.module = None
 
         kind.__call__ = call  # type: ignore[method-assign]
 
@@ -110,10 +111,10 @@ class CallListener:
             self._called.add(id(module))
         call = self._recorder.begin(calls, args, kwargs, is_taped=is_taped)
         if call is None:
-            return original(module, *args, **kwargs)
+            return original(*args, **kwargs)
         call.called = module
         try:
-            output = original(module, *args, **kwargs)
+            output = original(*args, **kwargs)
         except BaseException:
             self._recorder.raised(call)
             raise

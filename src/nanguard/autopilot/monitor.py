@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from nanguard import _compat_modes
 from nanguard.autopilot.backward_passes import BackwardPasses
 from nanguard.autopilot.children import Children
-from nanguard.autopilot.first_pass import FirstPass
 from nanguard.autopilot.listener import CallListener
-from nanguard.autopilot.manual_update import ManualUpdate, holding, is_trained, leaves_of, losses_in
+from nanguard.autopilot.manual_programs import ManualPrograms
+from nanguard.autopilot.manual_update import leaves_of, losses_in
 from nanguard.autopilot.own_work import AtWork, Busy
 from nanguard.autopilot.registry import Registry, hosted_step_of, use_scaler
 from nanguard.autopilot.taping import ProgramTape
@@ -27,19 +27,17 @@ from nanguard.errors import NonFiniteError
 from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.coordinator import CoordinatorOfThread
 from nanguard.hosted.iteration import Iteration
-from nanguard.hosted.names import names_of_leaves
 from nanguard.hosted.optimizers import Once, Step
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import NotedSampler
-from nanguard.state.rng import RngReader, RngState, states_now
-from nanguard.state.trees import tensors
+from nanguard.state.rng import RngReader, RngState, reader_now
 from nanguard.step.calls import Call, CallRecorder
 
 log = logging.getLogger("nanguard")
 
 
-class ProgramMonitor:
+class ProgramMonitor(ManualPrograms):
     """One for a process. ``patches`` calls it whenever the program does something that matters here.
 
     Several threads may train, each its own networks. Each thread has its own step under way. Only one thread at a time
@@ -51,16 +49,15 @@ class ProgramMonitor:
         self._coordinator = CoordinatorOfThread(lambda: self.registry.hosted_steps)
         self.note_cleared = self._coordinator.note_cleared
         self._passes = BackwardPasses()
-        self._manual: ManualUpdate | None = None
         self._is_closed, self._num_forwards = False, 0
         self._rng_reader: RngReader | None = None
-        self.first_pass = FirstPass(is_wanted=settings.diagnose != "off")
+        self._begin_manual(is_examined=settings.diagnose != "off")
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self.taper), threading.RLock()
         self._noting = self._at_work("what a step may change could not be noted")
         self._noting_losses = self._at_work("a loss could not be noted")
-        self._recorder = CallRecorder(self._random_states, "cpu", self.taper)
+        self._recorder = CallRecorder(self._reader_of_random_states, "cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder)
         self.children = Children(self._leave_alone, settings)
 
@@ -84,7 +81,9 @@ class ProgramMonitor:
     @property
     def is_aside(self) -> bool:
         """Whether nothing is recorded now: it is idle, or a backward pass is under way."""
-        return self.is_idle or self.is_nested
+        return bool(
+            self._busy.depth or self._is_closed or _compat_modes.current_pass() != -1 or _compat_modes.is_capturing()
+        )
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -133,7 +132,8 @@ class ProgramMonitor:
             self._num_forwards += 1
             if self._tracer.is_used:
                 self._tracer.resume()
-            self._begin_tape(hosted_steps)
+            if not taper.is_on:
+                self._begin_tape(hosted_steps)
             taper.before_call()
         elif not coordinator.iteration.has_begun:
             taper.before_evaluation()
@@ -160,7 +160,8 @@ class ProgramMonitor:
 
     def after_forward(self, tensors: Any, gradients: Any = None) -> None:
         """The program is about to compute gradients of these; ``gradients`` are those that it begins with."""
-        self.taper.stop()
+        if self.taper.is_begun:
+            self.taper.stop()
         if self.registry.new:
             self.guard_new_optimizers()
         if self._tracer.is_used:
@@ -179,9 +180,7 @@ class ProgramMonitor:
         leaves = leaves_of(losses) if is_manual else []
         self.taper.note_backward(tensors, gradients, leaves)
         if is_manual and losses:
-            self._coordinator.note_finding(self.first_pass.expect(losses))
-            self._manual = self._manual or ManualUpdate()
-            self._manual.expect(leaves)
+            self._expect(losses, leaves)
 
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
@@ -204,7 +203,6 @@ class ProgramMonitor:
         if self._iteration.in_backward is not None:
             with self._at_work("a step inside a backward pass could not be examined"):
                 self._coordinator.end_backward(answers=answers)
-            self._release_calls()
             self._after_step()
 
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
@@ -222,40 +220,6 @@ class ProgramMonitor:
                 self._manual.hosted.look_again()
             self._iteration.live = live.after_backward(loss) or self._iteration.live
 
-    def before_grad(self, outputs: Any, inputs: Any) -> None:
-        """The program is about to call ``torch.autograd.grad``, which frees the graph."""
-        if not self._with_optimizer:
-            self.taper.stop()
-            with self._at_work("a loss could not be examined"), _compat_modes.unwatched():
-                self._coordinator.begin_iteration()
-                self._iteration.graph_finding = None
-                self._coordinator.examine_graph(losses_in(outputs))
-                if self._has_no_optimizer:
-                    self._coordinator.note_finding(self.first_pass.expect(losses_in(outputs)))
-                self.taper.note_backward(outputs, None, list(tensors(inputs)))
-
-    def after_grad(self, outputs: Any, inputs: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What ``torch.autograd.grad`` returns to a program without an optimizer: zeros instead of bad gradients."""
-        self.guard_new_optimizers()
-        finding = self.first_pass.finding(grads)
-        losses, leaves = losses_in(outputs), list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-        pairs = list(zip(leaves, grads, strict=False))
-        if not self._has_no_optimizer or not losses or not all(is_trained(*pair) for pair in pairs):
-            return grads
-        refused = False
-        with self._at_work("gradients could not be examined"):
-            self._coordinator.note_losses(losses)
-            self._coordinator.note_finding(finding)
-            self._manual = self._manual or ManualUpdate()
-            self._manual.expect(leaves)
-            with holding(pairs):
-                self._examine_trace(losses[-1])
-                self._step_manually(self._manual)
-            refused = self._iteration.refused
-        if self._coordinator.next_tape is not None:
-            self.begin_taping()  # not while we are at work
-        return tuple(torch.zeros_like(grad) for grad in grads) if refused else grads
-
     def step(
         self,
         optimizer: Optimizer,
@@ -270,8 +234,10 @@ class ProgramMonitor:
         With ``check_afterwards`` the step computes gradients itself, in the closure ``watched`` if there is one. A step
         that is refused returns ``otherwise``.
         """
-        self.taper.stop()
-        self.taper.note_gradients(optimizer)
+        if self.taper.is_begun:
+            self.taper.stop()
+        if not self._iteration.losses:
+            self.taper.note_gradients(optimizer)
         if self.registry.new:
             self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
@@ -294,10 +260,9 @@ class ProgramMonitor:
                 if self._tracer.is_used:
                     self._examine_trace(None)
                     self._tracer.stop()
+                self._listener.look_inside()
                 with self._busy:
-                    self._listener.look_inside()
                     result = self._coordinator.step(hosted, None if call is None else once)
-                    self._release_calls()
         except NonFiniteError:
             raise
         except Exception:
@@ -309,12 +274,6 @@ class ProgramMonitor:
         if not is_nested:
             self._after_step()
         return result if once.is_called else otherwise
-
-    def _release_calls(self) -> None:
-        if not self._iteration.calls:
-            self._listener.listen_closer()
-        elif len(self.registry.hosted_steps) == 1:
-            self._iteration.calls.clear()  # no other optimizer needs them, and they hold a batch
 
     def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
@@ -332,40 +291,19 @@ class ProgramMonitor:
             hosted.learn_from(watched)
         return result
 
-    def _step_manually(self, manual: ManualUpdate) -> None:
-        """A program without an optimizer: each backward pass is a step, and bad gradients become zeros."""
-        with self._at_work("a step could not be examined"):
-            self._tracer.stop()
-            if manual.hosted is None:
-                manual.attach(self.registry.guard(manual.optimizer, "", names_of_leaves(manual.leaves)))
-                self._attach(manual.hosted)
-                self._tracer.stop()
-            manual.step(self._iteration)
-        self._after_step()
-
     @property
     def _iteration(self) -> Iteration:
         return self._coordinator.iteration
 
-    @property
-    def _has_no_optimizer(self) -> bool:
-        """Whether the program updates its tensors itself; False if it has optimizers that are not guarded here."""
-        if self._manual is None and self.registry.has_hosted_steps:
-            return False
-        return not (self._with_optimizer or self.registry.has_guard or self.registry.unguarded)
-
-    @property
-    def _with_optimizer(self) -> list[HostedStep]:
-        """The hosted steps of optimizers that the program has made."""
-        manual = None if self._manual is None else self._manual.hosted
-        return [hosted for hosted in self.registry.hosted_steps if hosted is not manual]
-
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
     def _random_states(self) -> RngState | None:
-        if _compat_modes.is_capturing():  # they cannot be read
-            return None
-        return states_now() if self._rng_reader is None else self._rng_reader.now(self._num_forwards)
+        reader = self._reader_of_random_states()
+        return None if reader is None else reader.now(self._num_forwards)
+
+    def _reader_of_random_states(self) -> RngReader | None:
+        """None while a graph is captured: then they cannot be read."""
+        return None if _compat_modes.is_capturing() else self._rng_reader or reader_now()
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""
@@ -377,9 +315,17 @@ class ProgramMonitor:
             self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
 
     def _after_step(self) -> None:
-        hosted_steps = self.registry.hosted_steps
-        self._tracer.start(hosted_steps)
-        if self.taper.end_step(self._coordinator, is_alone=len(hosted_steps) == 1) and not self.is_aside:
+        hosted_steps, this = self.registry.hosted_steps, self._iteration
+        is_over = len(hosted_steps) == 1 and hosted_steps[0].sync == "eager"  # else it may have to be examined
+        if not this.calls:
+            self._listener.listen_closer()
+        elif is_over:
+            this.calls.clear()  # they hold a batch
+        for hosted in hosted_steps:
+            if hosted.examinations.live.is_on:
+                self._tracer.start(hosted_steps)
+                break
+        if self.taper.end_step(self._coordinator, is_over=is_over) and not self.is_aside:
             self._begin_tape(hosted_steps)
 
     # ---- the end -------------------------------------------------------------------------------------------------

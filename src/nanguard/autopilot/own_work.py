@@ -23,14 +23,15 @@ class Busy(threading.local):
         self._taper, self._was_taping = taper, False
 
     def __enter__(self) -> None:
-        if not self.depth:
+        if not self.depth and self._taper.is_on:
             self._was_taping = self._taper.pause()
         self.depth += 1
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
-        if not self.depth:
-            self._taper.go_on(self._was_taping)
+        if self._was_taping and not self.depth:
+            self._was_taping = False
+            self._taper.go_on(True)
 
 
 class AtWork:

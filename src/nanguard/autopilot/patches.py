@@ -18,14 +18,14 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, swa_utils
 from torch.utils.data import DataLoader
 
-from nanguard import _compat, _compat_data
+from nanguard import _compat, _compat_data, _compat_modes
 from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.closures import step_with_closure, taped
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
-from nanguard.hosted.joining import is_claimed
+from nanguard.hosted.joining import CLAIMED
 from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
 
@@ -107,14 +107,14 @@ class Patches:
         monitor = self._monitor
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if monitor.is_running_again:
+            if _compat_modes.current_pass() != -1 and monitor.is_running_again:
                 return None
-            if _compat.is_recording() or monitor.is_idle or is_claimed(optimizer):
+            if _compat.is_recording() or monitor.is_idle or CLAIMED in vars(optimizer):
                 monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
-            has_hooks, traits = _compat.has_step_pre_hooks(optimizer), traits_of(optimizer)
-            is_unchecked = has_hooks or traits.needs_closure  # hooks may change gradients
+            traits = traits_of(optimizer)
+            is_unchecked = traits.needs_closure or _compat.has_step_pre_hooks(optimizer)  # they may change gradients
             if not callable(closure):
                 call = functools.partial(original, optimizer, *args, **kwargs)
                 return monitor.step(optimizer, call, check_afterwards=is_unchecked)
@@ -134,7 +134,7 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if not _compat.is_recording():
+            if not _compat.is_recording() and monitor.taper.is_begun:
                 monitor.taper.stop()  # before torch tells its modes of this call: inside it they cannot be left
             original(tensor, *args, **kwargs)
 
@@ -179,16 +179,17 @@ class Patches:
         monitor = self._monitor
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
-            if monitor.is_running_again:
+            if _compat_modes.current_pass() != -1 and monitor.is_running_again:
                 return
             if _compat.is_recording():
                 original(*args, **kwargs)
                 return
-            was_taping = monitor.taper.pause()
+            was_taping = monitor.taper.is_on and monitor.taper.pause()
             try:
                 original(*args, **kwargs)
             finally:
-                monitor.taper.go_on(was_taping)
+                if was_taping:
+                    monitor.taper.go_on(True)
             monitor.note_cleared()
             if not monitor.registry.has_hosted_steps:  # the first step: later a batch, or the end of a step, tells
                 monitor.begin_taping()

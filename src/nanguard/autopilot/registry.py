@@ -18,7 +18,7 @@ from nanguard.autopilot.averages import unsound_averages
 from nanguard.autopilot.live_modules import LiveModules
 from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
-from nanguard.hosted.joining import Program, is_claimed
+from nanguard.hosted.joining import CLAIMED, Program, is_claimed
 from nanguard.hosted.loop import HostedLoop
 from nanguard.hosted.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.hosted.settings import Settings
@@ -80,7 +80,7 @@ class Registry:
         own = []
         for ref, _ in self._entries:
             hosted = ref()
-            if hosted is not None and not is_claimed(hosted.optimizer):
+            if hosted is not None and CLAIMED not in vars(hosted.optimizer):
                 own.append(hosted)
         if len(own) < len(self._entries):
             self._forget(None)

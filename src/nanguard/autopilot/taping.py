@@ -17,6 +17,10 @@ _MOST_EVALUATIONS = 4
 """So many calls without gradients may be part of a step. What they are given is held until it ends."""
 
 
+_NO_TAPE = CallTape()
+"""Of a step that is over. Nothing is written to it."""
+
+
 class ProgramTape(TapeRecorder):
     """``is_alone`` says that there is only one optimizer. Others may use what was computed before one steps."""
 
@@ -81,15 +85,18 @@ class ProgramTape(TapeRecorder):
         if params and all(isinstance(self._token(p.grad), Made) for p in params):
             self.note_losses(params, [p.grad for p in params])
 
-    def end_step(self, coordinator: StepCoordinator, *, is_alone: bool) -> bool:
+    def end_step(self, coordinator: StepCoordinator, *, is_over: bool) -> bool:
         """After a step. True if the tape goes on at once: no loader gave a batch for it, or no module was called.
 
-        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing.
+        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing. If the
+        step ``is_over``, nothing needs its tape.
         """
-        if is_alone:
-            self.forget()
-            coordinator.iteration.tape = CallTape()  # it holds a batch
-        if coordinator.iteration.noted and coordinator.iteration.fetched:
-            return False
-        coordinator.next_tape = CallTape()
-        return True
+        this = coordinator.iteration
+        goes_on = not (this.noted and this.fetched)
+        if is_over:
+            this.tape = _NO_TAPE  # it holds a batch
+            if not goes_on:
+                self.forget()
+        if goes_on:
+            coordinator.next_tape = CallTape()
+        return goes_on

@@ -31,14 +31,11 @@ class Tracer:
     def __init__(self, *, in_step: Callable[[], bool], is_nested: Callable[[], bool]) -> None:
         self._in_step, self._is_nested = in_step, is_nested
         self._live: Live | None = None
+        self.is_used = False
+        """Whether a step is traced, maybe of another thread."""
         self._active: contextlib.ExitStack | None = None
         self._switches: GradSwitches | None = None
         self._thread = 0
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a step is traced, maybe of another thread."""
-        return self._live is not None
 
     @property
     def live(self) -> Live | None:
@@ -55,6 +52,7 @@ class Tracer:
                 break
         else:
             return
+        self.is_used = True
         if not self._live.is_always:
             self._switches = GradSwitches(self)
         self._set(self._is_wanted())
@@ -68,7 +66,7 @@ class Tracer:
             self._switches.remove()
             self._switches = None
         self._set(False)
-        self._live = None
+        self._live, self.is_used = None, False
 
     @contextlib.contextmanager
     def suspended(self, hosted_steps: Callable[[], Sequence[HostedStep]]) -> Iterator[None]:

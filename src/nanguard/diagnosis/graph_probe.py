@@ -74,9 +74,12 @@ class GraphFinding:
 
 def examine_if_bad(losses: Sequence[Tensor]) -> GraphFinding | None:
     """For every backward pass on a CPU: None at once if all losses are finite. Elsewhere looking would mean waiting."""
-    if all(loss.device.type == "cpu" for loss in losses) and any(map(_is_bad, losses)):
-        return examine_graph(losses, calling_line())
-    return None
+    is_bad = False
+    for loss in losses:
+        if loss.device.type != "cpu":
+            return None
+        is_bad = is_bad or _is_bad(loss)
+    return examine_graph(losses, calling_line()) if is_bad else None
 
 
 def _is_bad(loss: Tensor) -> bool:

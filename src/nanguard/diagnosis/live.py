@@ -31,6 +31,8 @@ class Live:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._run: WatchedRun | None = None
+        self.is_on = False
+        """True if the current step is traced."""
         self._is_armed = False
         self._is_used = False
         self._entered: float | None = None
@@ -44,11 +46,6 @@ class Live:
     def forbid(self) -> None:
         """No step is traced from now on."""
         self.is_allowed = False
-
-    @property
-    def is_on(self) -> bool:
-        """True if the current step is traced."""
-        return self._run is not None
 
     @property
     def takes_too_long(self) -> bool:
@@ -80,7 +77,7 @@ class Live:
                 if id(tensor) in others:
                     continue
                 trace.know(name, tensor, BATCH)
-            self._run = WatchedRun(trace)
+            self._run, self.is_on = WatchedRun(trace), True
         except Exception:
             self.is_allowed = False
             log.warning("the step cannot be traced as it runs", exc_info=True)
@@ -96,7 +93,7 @@ class Live:
         """Count the time of the last step. Each rank may trace a different step, and all ranks wait for it."""
         if self._run is not None and self._is_used and not self.is_always:
             self.search.spent(self._seconds * self._parts.ranks.size)
-        self._run, self._is_used, self._seconds = None, False, 0.0
+        self._run, self.is_on, self._is_used, self._seconds = None, False, False, 0.0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -33,23 +33,21 @@ class ProgramClipping:
         self._optimizer, self._device = optimizer, device
         self._readbacks = AsyncReadback(device)
         self._indices = KnownIndices()
+        self.is_noted = False
+        """Whether there was any."""
         self._divisors: list[Tensor | None] = []
         self._first: tuple[KnownNorms, Callable[[], None]] | None = None
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether there was any."""
-        return self._first is not None or bool(self._divisors)
-
     def note_norms(self, known: KnownNorms, divide: Callable[[], None]) -> bool:
         """The program has clipped gradients for the first time in this step; ``divide`` notes it as a divisor."""
-        is_first = self._first is None and not self._divisors
+        is_first = not self.is_noted
         if is_first:
-            self._first = known, divide
+            self._first, self.is_noted = (known, divide), True
         return is_first
 
     def note(self, clipped: set[int], divisor: Tensor) -> None:
         """``clipped`` are the identities of parameters. A group that is clipped in part is left as it is."""
+        self.is_noted = True
         self._use_divisor()
         groups = self._optimizer.param_groups
         if len(self._divisors) != len(groups):
@@ -67,10 +65,11 @@ class ProgramClipping:
 
     def forget(self) -> None:
         """The gradients are new."""
-        self._divisors, self._first = [], None
+        self._divisors, self._first, self.is_noted = [], None, False
 
     def take(self, *, may_know: bool) -> tuple[Tensor | None, PendingCopy | None]:
         """The norms of all gradients, or one divisor for each group on its way to the host, or neither."""
+        self.is_noted = False
         if may_know and self._first is not None:
             groups = self._optimizer.param_groups
             grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]

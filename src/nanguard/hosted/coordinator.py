@@ -50,16 +50,19 @@ class StepCoordinator:
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
-        if self.iteration.stepped:
-            together = frozenset(map(id, self.iteration.stepped))
-            for hosted in self.iteration.stepped:
+        this = self.iteration
+        if this.stepped:
+            together = frozenset(map(id, this.stepped))
+            for hosted in this.stepped:
                 hosted.stepped_together = together
-            self._losses_before = self.iteration.losses
-            if self.iteration.refused:
-                self._refused_losses += self.iteration.losses
-            ahead = [batch for batch in self.iteration.fetched[-_FEW:] if batch.is_ahead]  # not used yet
-            self.iteration = self._new_iteration(tape=self.next_tape or CallTape(), fetched=ahead + self._fetched_next)
-            self.next_tape, self._fetched_next = None, []
+            self._losses_before = this.losses
+            if this.refused:
+                self._refused_losses += this.losses
+            fetched, self._fetched_next = self._fetched_next, []
+            if this.fetched:
+                fetched = [batch for batch in this.fetched[-_FEW:] if batch.is_ahead] + fetched  # not used yet
+            self.iteration = self._new_iteration(tape=self.next_tape or CallTape(), fetched=fetched)
+            self.next_tape = None
 
     def tape_to_write(self) -> CallTape:
         """Of the current iteration; of the next one if an optimizer has stepped."""
@@ -81,11 +84,13 @@ class StepCoordinator:
     def before_forward(self, hosted: HostedStep) -> None:
         """A module that ``hosted`` trains is about to be called, with gradients on."""
         self.begin_iteration()
-        is_first = hosted not in self.iteration.noted
+        this = self.iteration
+        is_first = hosted not in this.noted
         hosted.thread = threading.get_ident()
         if is_first:
-            self.iteration.noted.append(hosted)
-        self._look_for_discarded()
+            this.noted.append(hosted)
+        if this.calls:
+            self._look_for_discarded()
         hosted.before_forward(is_first=is_first)
 
     def _look_for_discarded(self) -> None:
@@ -128,7 +133,9 @@ class StepCoordinator:
 
     def examine_graph(self, losses: Sequence[Tensor]) -> None:
         """Before the graph is freed."""
-        self.note_finding(examine_if_bad(losses))
+        finding = examine_if_bad(losses)
+        if finding is not None:
+            self.note_finding(finding)
 
     def note_finding(self, finding: Any) -> None:
         """What the graph of a loss has shown; None if nothing."""
@@ -139,7 +146,8 @@ class StepCoordinator:
         if hosted in self.iteration.stepped:  # without a backward pass: the program sets gradients itself
             self.begin_iteration()
         this = self.iteration
-        self._look_for_discarded()
+        if this.calls:
+            self._look_for_discarded()
         hosted.thread = threading.get_ident()
         is_first = not this.stepped
         this.stepped.append(hosted)
@@ -212,11 +220,12 @@ class StepCoordinator:
 
     def _is_another_bad(self, hosted: HostedStep) -> bool:
         """Whether one that steps right after this one will be refused: half an update is worse than none."""
-        others = [each for each in self._hosted_steps() if each is not hosted]
+        others = self._hosted_steps()
+        if len(others) == 1:
+            return False
+        others = [each for each in others if each is not hosted]
         if any(each.thread not in (None, hosted.thread) for each in others):  # autograd may be writing to theirs
             others = [each for each in others if each.thread == hosted.thread]
-        if not others:
-            return False
         if hosted.stepped_together is not None:
             others = [each for each in others if id(each) in hosted.stepped_together]
         elif len(others) > _FEW:  # not known yet: those whose modules were called as well

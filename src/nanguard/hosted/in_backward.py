@@ -17,7 +17,6 @@ from torch import Tensor
 from nanguard.hosted.optimizers import ProgramOptimizers, Step
 from nanguard.records.steps import Outcome, Reading
 from nanguard.recovery.recovery import Recovery
-from nanguard.step.calls import Call
 from nanguard.step.engine import StepEngine
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
@@ -138,7 +137,7 @@ class PartialSteps(ABC):
         before = self.parts.journal.last
         for pending, gradients in self._kept:
             if pending.is_put_off:
-                pending.calls = calls_with_gradients(this.calls)
+                pending.calls = [call for call in this.calls if call.is_part_of_step]
                 with _held(gradients):
                     self.engine.mode.answer(pending)
         last = self.parts.journal.last
@@ -151,15 +150,10 @@ class PartialSteps(ABC):
     def after_backward(self, this: Iteration) -> None:
         """The pass has ended in which this optimizer has stepped."""
         for pending, _ in self._kept:
-            pending.calls = [] if self.sync == "eager" else calls_with_gradients(this.calls)
+            pending.calls = [call for call in this.calls if call.is_part_of_step and self.sync == "late"]
         self._kept = ()
         self.engine.after_step()
         self.open()
-
-
-def calls_with_gradients(calls: Sequence[Call]) -> list[Call]:
-    """The calls of modules that have a part in the step. In a backward pass these are not known yet."""
-    return [call for call in calls if call.misses_gradients or call.has_gradients]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.calls import Call
-from nanguard.step.pending import Microbatch
+from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.tape import CallTape
 
 if TYPE_CHECKING:
@@ -47,6 +47,15 @@ class Iteration:
     live: Any = None
     graph_finding: Any = None
     in_backward: StepsInBackward | None = None
+
+    def add_to(self, pending: PendingStep) -> None:
+        """What is needed to examine this step."""
+        pending.calls = [call for call in self.calls if call.is_part_of_step]
+        pending.last_seen = list(self.batches) or [(call.args, dict(call.kwargs)) for call in self.calls]
+        pending.live, pending.graph_finding = self.live, self.graph_finding
+        pending.microbatches = list(self.reruns)
+        pending.tape = self.tape if self.tape.losses else None
+        pending.fetched = list(self.fetched)
 
     @property
     def has_begun(self) -> bool:

@@ -16,7 +16,7 @@ from nanguard.hosted.settings import Settings
 if TYPE_CHECKING:
     from nanguard.hosted.loop import HostedLoop
 
-_CLAIMED = "_nanguard_loop"
+CLAIMED = "_nanguard_loop"
 """Of an optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
 
 
@@ -55,12 +55,12 @@ def joined_program() -> Program | None:
 
 def claim(optimizer: Optimizer) -> None:
     """Patches of ``nanguard run`` leave it alone: a loop guards it."""
-    vars(optimizer)[_CLAIMED] = True
+    vars(optimizer)[CLAIMED] = True
 
 
 def disclaim(optimizer: Optimizer) -> None:
-    vars(optimizer).pop(_CLAIMED, None)
+    vars(optimizer).pop(CLAIMED, None)
 
 
 def is_claimed(optimizer: Optimizer) -> bool:
-    return _CLAIMED in vars(optimizer)
+    return CLAIMED in vars(optimizer)

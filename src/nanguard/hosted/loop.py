@@ -33,7 +33,6 @@ from nanguard.records.summary import closing_line
 from nanguard.run_folder import RunFolder
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.state.names import unwrapped
-from nanguard.state.rng import RngState
 from nanguard.state.schedule import check_schedulers, moves
 from nanguard.step.assembly import as_tuple, check_choice, choose_policy
 from nanguard.step.calls import Call, CallRecorder
@@ -155,8 +154,9 @@ class HostedLoop:
             hosted.open()
         self._coordinator = StepCoordinator(lambda: self._steps)
         kind = self._steps[0].parts.state.device.type
-        self._taper = TapeRecorder(self._random_states, kind)
-        self._recorder = CallRecorder(self._random_states, kind, self._taper)
+        parts = self._steps[0].parts
+        self._taper = TapeRecorder(lambda: parts.state.rng_reader.now(parts.num_steps), kind)
+        self._recorder = CallRecorder(lambda: parts.state.rng_reader, kind, self._taper)
         self._is_taping = settings.diagnose != "off"
         if self._is_taping:
             self._recorder.listen(model, self._open_calls)
@@ -395,6 +395,3 @@ class HostedLoop:
         micro = Microbatch(HostStep(rerun, self._steps[0].roots[0]), batch, None, reduce_gradients=False)
         self._steps[0].parts.note_world(micro, self._steps[0].parts.num_steps)
         return micro
-
-    def _random_states(self) -> RngState:
-        return self._steps[0].random_states()

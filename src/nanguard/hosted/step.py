@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from nanguard.diagnosis.graph_probe import GraphFinding
 from nanguard.diagnosis.search import Search
 from nanguard.hosted.clipping import ProgramClipping
 from nanguard.hosted.handshake import are_all_guarded
-from nanguard.hosted.in_backward import calls_with_gradients
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.losses import mean_that_counts, undivided
@@ -35,7 +33,6 @@ from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
-from nanguard.state.rng import RngState
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
@@ -48,7 +45,6 @@ log = logging.getLogger("nanguard")
 
 _LAST_ADVICE = "none known; nanguard run --trace follows every step as it runs, and may show it if it happens again"
 _ADVICE = "none yet: some of the next steps are traced, to find it if it happens again; --trace does so from step 0 on"
-
 _ORDINARY_NORM = 1e12
 
 
@@ -137,6 +133,7 @@ class HostedStep(UncheckedSteps):
         self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
         if not makes_finite_updates(optimizer):
             self.parts.update_checks.turn_on_for_good()
+        self._hears_late = was_skipped is not None
         self.was_applied = True
         """Whether the last call had an effect, as far as the host knows. With ``sync="late"`` it may learn later."""
         self.stepped_together: frozenset[int] | None = None
@@ -200,16 +197,20 @@ class HostedStep(UncheckedSteps):
         """
         parts, pending = self.parts, self._pending()
         pending.forget_measurement()
-        self.clipping.forget()
+        if self.clipping.is_noted:
+            self.clipping.forget()
         has_called, self.has_called = self.has_called, True
         if not is_first:
-            parts.last_forward.follow_()
+            if parts.buffers.is_used:
+                parts.last_forward.follow_()
             return
-        parts.last_forward.mend_in_any_case_()
+        if parts.last_forward.is_on:
+            parts.last_forward.mend_in_any_case_()
         self.engine.between_steps()
         is_noted = parts.buffers.is_used and not has_called and parts.buffers.is_noted()
         self.engine.mode.note(pending, are_buffers_noted=is_noted)
-        parts.last_forward.begin_(parts.buffers)
+        if parts.buffers.is_used:
+            parts.last_forward.begin_(parts.buffers)
 
     def look_for_discarded(self, calls: list[Call]) -> None:
         """Examines those with NaN results that the program has thrown away, and removes them."""
@@ -235,12 +236,10 @@ class HostedStep(UncheckedSteps):
 
     def after_forward(self, losses: Sequence[Tensor]) -> None:
         """The host is about to call ``backward()`` on these."""
-        self.clipping.forget()
-        self.parts.last_forward.was_used(losses)
-
-    def random_states(self) -> RngState:
-        """Of the generators that this run draws from, now."""
-        return self.parts.state.rng_reader.now(self.parts.num_steps)
+        if self.clipping.is_noted:
+            self.clipping.forget()
+        if self.parts.last_forward.is_on:
+            self.parts.last_forward.was_used(losses)
 
     def measure(self, this: Iteration) -> None:
         """Measures the step now, before the host clips. ``step`` then decides by these values. One sync if any."""
@@ -256,7 +255,7 @@ class HostedStep(UncheckedSteps):
     @property
     def has_grown(self) -> bool:
         """Whether the program has added parameters since this object was made."""
-        return sum(map(len, self.skippable.groups())) != self._num_params
+        return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_params
 
     def take_over(self, other: HostedStep) -> None:
         """Continues the counts and the journal of one that knew fewer parameters."""
@@ -306,12 +305,12 @@ class HostedStep(UncheckedSteps):
         pending = self._pending(in_backward=in_backward)
         pending.is_in_backward = in_backward
         if not pending.is_measured:
-            self._fill(pending, this, evidence_later=is_eager)
+            self._fill(pending, this)
         if parts.precision.scaler is not None:
             self._follow_scaler()
         before = parts.journal.last
         skippable.take(call)
-        if in_backward or not is_eager:
+        if in_backward or self._hears_late:  # an earlier step may be answered first
             skippable.hold_gradients()
         try:
             self.engine.finish(pending)
@@ -348,9 +347,10 @@ class HostedStep(UncheckedSteps):
             self.engine.ring.close()
         self.parts.journal.close(steps=self.parts.num_steps)
 
-    def _fill(self, pending: PendingStep, this: Iteration, *, evidence_later: bool = False) -> None:
-        """With ``evidence_later``, what is needed to examine the step is added once it is known to be bad."""
-        losses = undivided(self._losses_that_count(this), this.divisors)
+    def _fill(self, pending: PendingStep, this: Iteration) -> None:
+        losses = list(this.losses)
+        if len(losses) > 1:
+            losses = undivided(self._losses_that_count(this), this.divisors)
         if self.clipping.is_noted:
             pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
         else:
@@ -358,9 +358,7 @@ class HostedStep(UncheckedSteps):
         pending.knows_loss = bool(losses)
         pending.losses = losses or [torch.zeros((), dtype=torch.float32, device=self.parts.state.device)]
         pending.num_stepped_before = 0 if this.in_backward is None else this.in_backward.num_applied
-        pending.add_evidence = functools.partial(_add_evidence, pending, this)
-        if not evidence_later:
-            pending.complete()
+        pending.evidence = this
 
     def _has_ordinary_norms(self) -> bool:
         """Clipping computes norms in fp32, which overflow before gradients do: not if the last ones were near that."""
@@ -372,7 +370,7 @@ class HostedStep(UncheckedSteps):
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
-        if len(losses) < 2 or this.uses_every_loss or (this.num_cleared == 0 and len(this.noted) == 1):
+        if this.uses_every_loss or (this.num_cleared == 0 and len(this.noted) == 1):
             return losses
         if self.sync == "late":
             return [mean_that_counts(losses, self.skippable.gradients(), self.parts.state.device)]
@@ -398,13 +396,3 @@ class HostedStep(UncheckedSteps):
         """Whether the last step was bad, and so not let through, as far as the host knows."""
         last = self.parts.journal.last
         return self.sync == "eager" and last is not None and not last.applied and last.action.response != "back_off"
-
-
-def _add_evidence(pending: PendingStep, this: Iteration) -> None:
-    """What is needed to examine the step."""
-    pending.calls = calls_with_gradients(this.calls)
-    pending.last_seen = list(this.batches) or [(call.args, dict(call.kwargs)) for call in this.calls]
-    pending.live, pending.graph_finding = this.live, this.graph_finding
-    pending.microbatches = list(this.reruns)
-    pending.tape = this.tape if this.tape.losses else None
-    pending.fetched = list(this.fetched)

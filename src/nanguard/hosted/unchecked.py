@@ -50,6 +50,7 @@ class UncheckedSteps(PartialSteps):
         self.was_applied = False
         try:
             self._fill(pending, this)
+            pending.complete()
             reading = self._read_unchecked_step(pending, this, is_spoiled=before.is_spoiled())
             if reading.found:
                 before.put_back()

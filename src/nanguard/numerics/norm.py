@@ -23,11 +23,15 @@ _MANY = 1 << 16
 _SMALL = {"cpu": 1 << 11, "cuda": 1 << 16}
 """Tensors of up to so many elements are summed together. A CPU sums them in a simple loop, a GPU with a block each."""
 
+_LEAST_SQUARES = 1e-30
+"""A smaller sum of squares in fp32 may have lost some that are too small for it."""
+
 _WORTH_IT = 4
 """From so many small tensors on."""
 
 _LOW = {torch.float32, torch.bfloat16, torch.float16}
 _vector_norm: Any = torch.linalg.vector_norm
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat_modes.set_grad_enabled
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -122,13 +126,22 @@ def joint_norm(tensors: list[Tensor]) -> float:
     """
     if not tensors:
         return 0.0
+    records_graph = _is_grad_enabled()
+    _set_grad_enabled(False)
     try:
-        if sum([t.numel() for t in tensors]) >= _MANY:
+        if sum(map(Tensor.numel, tensors)) >= _MANY:
             return math.hypot(*torch.stack(list(_norms(tensors, 2.0))).tolist())
         flat = _compat_kernels.flatten(tensors)
-        return math.nan if flat.is_complex() else _vector_norm(flat, dtype=torch.float64).item()
+        if flat.dtype is torch.float32:
+            squares: float = flat.dot(flat).item()  # takes half the time of a norm in float64
+            if _LEAST_SQUARES < squares < math.inf:
+                return math.sqrt(squares)
+        norm: float = math.nan if flat.is_complex() else _vector_norm(flat, dtype=torch.float64).item()
+        return norm
     except RuntimeError:  # they are sparse, or on several devices
         return math.nan
+    finally:
+        _set_grad_enabled(records_graph)
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:

@@ -87,7 +87,7 @@ class RunLog:
 
     def write_step(self, reading: Reading, *, skipped: bool) -> None:
         """Adds a step. It is written soon, or held in case an incident follows, and then dropped."""
-        self._pages.add_step(time.time(), reading, skipped)
+        self._pages.add_step(reading, skipped=skipped)
 
     def close(self) -> None:
         """Writes what is buffered, including the last step."""
@@ -112,19 +112,20 @@ class _Pages:
         self._surrounded = 0
         self._flushed_at = self._step_at = time.time()
 
-    def add_step(self, now: float, reading: Reading, skipped: bool) -> None:
+    def add_step(self, reading: Reading, *, skipped: bool) -> None:
         if not self._works:
             return
-        step = reading.step
+        now, step = time.time(), reading.step
         self._leave_to_parent()
         self._is_worth_keeping = True
-        if skipped or self._all_for > 0 or step % stride(step) == 0 or _passed(self._step_at, now) >= _LONGEST_GAP:
+        is_wanted = skipped or step < EVERY_STEP_UNTIL or self._all_for > 0 or step % stride(step) == 0
+        if is_wanted or not 0 <= now - self._step_at < _LONGEST_GAP:  # the clock may be set back
             self._all_for -= 1
             self._step_at = now
             self._lines.append((now, reading, skipped))
         else:
             self._held.append((now, reading, skipped))
-        is_due = _passed(self._flushed_at, now) >= _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN
+        is_due = not 0 <= now - self._flushed_at < _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN
         if is_due or not self._folder.is_made:
             self._flush(now)
 
@@ -214,11 +215,6 @@ def _after_torn_line(file: FileIO) -> bytes:
         return b""
     file.seek(-1, os.SEEK_END)
     return b"" if file.read(1) == b"\n" else b"\n"
-
-
-def _passed(since: float, now: float) -> float:
-    """Seconds since then; infinite if the clock was set back."""
-    return now - since if now >= since else math.inf
 
 
 def _number(value: float | None) -> str:

@@ -27,6 +27,8 @@ class LastForward:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
+        self.is_on = False
+        """Whether buffers were noted that may have to be put back. If not, nothing below has an effect."""
         self._before: Undo | None = None
         self._later: Undo | None = None
         self._losses: list[Tensor] = []
@@ -36,7 +38,7 @@ class LastForward:
     def begin_(self, noted: Undo) -> None:
         """The first pass of a step begins. ``noted`` has just noted the buffers, if there are any."""
         self._number = 1
-        self._before, self._losses, self._is_used = noted if noted.is_used else None, [], False
+        self._start(noted)
 
     def follow_(self) -> None:
         """Another pass of the same step begins."""
@@ -48,7 +50,11 @@ class LastForward:
             self._later = Undo(self._device)
             self._later.watch_buffers(unwrapped(self._model), only_small=True)
         self._later.note_()
-        self._before, self._losses, self._is_used = self._later, [], False
+        self._start(self._later)
+
+    def _start(self, before: Undo) -> None:
+        self.is_on = before.is_used
+        self._before, self._losses, self._is_used = before if before.is_used else None, [], False
 
     def was_used(self, losses: Sequence[Tensor]) -> None:
         """There was a backward pass, from these."""
@@ -77,6 +83,7 @@ class LastForward:
 
     def forget(self) -> None:
         """The step has been judged, and buffers with it."""
+        self.is_on = False
         self._before, self._losses, self._is_used = None, [], False
 
     def look_again(self) -> None:

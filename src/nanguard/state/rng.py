@@ -1,7 +1,8 @@
 """The random number generators a step can draw from: torch's on the CPU and the accelerator, Python's and NumPy's.
 
-torch's cost nothing to read. Python's and NumPy's take longer than some whole kernels, and few programs draw from them
+torch's cost little to read. Python's and NumPy's take longer than some whole kernels, and few programs draw from them
 inside a step, so they are read in the first steps and now and then, and always once a step was seen to draw from them.
+For calls of a model in a loop of the user's own, which can only be examined again, torch's on the CPU is read so too.
 """
 
 from __future__ import annotations
@@ -49,15 +50,32 @@ class RngReader:
 
     def __init__(self, device: torch.device) -> None:
         self._generator = _cuda_generator(device) if device.type == "cuda" else None
-        self._drawn_on_host = False
+        self._drawn_on_host = self._drawn_on_cpu = False
+        self._num_calls = 0
+        self._last = torch.default_generator.get_state()
 
     def now(self, step: int = 0) -> RngState:
         """The current states. Those of Python and NumPy are always read at step 0."""
         look = self._drawn_on_host or step < _FIRST or step % _EVERY == 0
-        cuda = None
-        if self._generator is not None:  # two numbers are all of its state, and quicker to read than the tensor of it
-            cuda = (self._generator.initial_seed(), self._generator.get_offset())
-        return RngState(torch.default_generator.get_state(), cuda, _host_state() if look else None)
+        return RngState(torch.default_generator.get_state(), self._on_cuda(), _host_state() if look else None)
+
+    def before_call(self) -> RngState:
+        """Before a call of the model. A generator that such calls do not draw from may have another state."""
+        number = self._num_calls
+        self._num_calls += 1
+        if number < _FIRST or number % _EVERY == 0 or self._drawn_on_host:
+            return self.now()
+        if self._drawn_on_cpu:
+            self._last = torch.default_generator.get_state()
+        return RngState(self._last, self._on_cuda(), None)
+
+    def after_call(self, before: RngState) -> None:
+        """Learns from which generators such calls draw."""
+        if before.host is not None:
+            self.compare(before)
+            if not self._drawn_on_cpu:
+                self._last = torch.default_generator.get_state()
+                self._drawn_on_cpu = not torch.equal(before.cpu, self._last)
 
     def compare(self, before: RngState) -> None:
         """Notes whether the step that just ran drew from Python's or NumPy's generator."""
@@ -66,11 +84,16 @@ class RngReader:
             drew_numpy = numpy is not None and not _same_numpy(before.host[1], numpy)
             self._drawn_on_host = python != before.host[0] or drew_numpy
 
+    def _on_cuda(self) -> tuple[int, int] | None:
+        """Two numbers are all of the generator's state, and quicker to read than the tensor of it."""
+        generator = self._generator
+        return None if generator is None else (generator.initial_seed(), generator.get_offset())
 
-def states_now() -> RngState:
-    """Of all generators, on the device that torch uses if it uses one. Does not sync."""
+
+def reader_now() -> RngReader:
+    """For the device that torch uses now, if it uses one."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return RngReader(torch.device("cuda" if is_used else "cpu")).now()
+    return RngReader(torch.device("cuda" if is_used else "cpu"))
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:

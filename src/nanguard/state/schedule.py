@@ -41,6 +41,8 @@ class Schedule:
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._per = per
+        self.is_ours = bool(schedulers)
+        """Whether the guard advances the learning rate. If not, it is the user's and is never put back."""
         self._written: list[Any] = []
         self.factor = 1.0
         """What the learning rate has been multiplied by, against what the schedule would say."""
@@ -53,7 +55,12 @@ class Schedule:
     @property
     def known_rates(self) -> tuple[float | None, ...]:
         """The same, None for what only the device knows. Does not sync."""
-        return tuple(_on_host(group.get("lr")) for optimizer in self._optimizers for group in optimizer.param_groups)
+        rates = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                rates.append(rate if type(rate) is float else _on_host(rate))
+        return tuple(rates)
 
     def multiply(self, factor: float) -> None:
         """Multiplies the learning rate from here on: the schedule's base too, or its next tick would undo it."""
@@ -77,11 +84,6 @@ class Schedule:
     def _numbers(self) -> list[Any]:
         rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
         return [id(rate) if isinstance(rate, torch.Tensor) else rate for rate in rates]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the guard advances the learning rate. If not, it is the user's and is never put back."""
-        return bool(self._schedulers)
 
     def tick(self) -> None:
         """Advances by one applied step."""
@@ -165,8 +167,6 @@ def _copied(value: Any) -> Any:
 
 
 def _on_host(rate: Any) -> float | None:
-    if type(rate) is float:
-        return rate
     if isinstance(rate, torch.Tensor):
         return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
     return float(rate) if isinstance(rate, Real) else None

@@ -23,3 +23,7 @@ class TrainingModes:
     def restore(self) -> None:
         for module, flag in zip(self._noted, self._flags, strict=True):
             module.training = flag
+
+
+NO_MODES = TrainingModes()
+"""Of no module."""

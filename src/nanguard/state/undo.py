@@ -177,15 +177,12 @@ class Undo:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.is_used = False
+        """Whether there is anything to note."""
         self._slots: dict[Key, _Slot] = {}
         self._banks: list[_Bank] = []
         self._large: list[_Slot] = []
         self._loose: dict[Key, _Slot] = {}
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there is anything to note."""
-        return bool(self._slots)
 
     def watch_buffers(self, module: nn.Module, *, only_small: bool = False) -> None:
         """Every buffer that ``module`` has now, and no other; with ``only_small`` those that take little memory."""
@@ -356,7 +353,7 @@ class Undo:
                 slots[identity] = self._slots.get(identity) or _Slot(plain_name(f"{path}.{key}"), tensors, key)
         # A CUDA graph may hold on to the copies: they stay as long as they fit.
         if slots.keys() != self._slots.keys() or not all(slot.fits for slot in slots.values()):
-            self._slots = slots
+            self._slots, self.is_used = slots, bool(slots)
             self._sort()
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import Place, SavedPosition, place_of, position_of
 from nanguard.state.names import unwrapped
-from nanguard.state.rng import RngState
+from nanguard.state.rng import RngReader, RngState
 from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LARGEST_GRADIENT = 32 << 20
 """In bytes: a gradient that is kept lives until the step's reading has been heard of."""
 
 _NO_AUTOCAST = (False, torch.bfloat16)
-_is_any_autocast_enabled = _compat_modes.is_any_autocast_enabled
+_is_any_autocast_enabled, _is_transforming = _compat_modes.is_any_autocast_enabled, _compat_modes.is_transforming
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class Call:
     """One call of the model, or of one of several modules that train together: ``called``, which may be a wrapper.
 
     ``code`` and ``at`` are the program's position. ``taped`` is what the tape notes of the arguments, if it does.
+    ``has_values``: it can be made again. It was made with gradients on, and not inside ``torch.func.vmap`` or others.
     ``gradients`` are those of its outputs, None if there was none or if it is too large.
     ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
     If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
@@ -54,6 +55,7 @@ class Call:
     at: int = 0
     called: nn.Module | None = None
     taped: tuple[Any, Any] | None = None
+    has_values: bool = False
     gradients: list[Tensor | None] = field(default_factory=list)
     misses_gradients: bool = False
     gave_nonfinite: bool = False
@@ -76,9 +78,12 @@ class Call:
     @property
     def is_discarded(self) -> bool:
         """Whether the program has thrown the outputs away, without a backward pass. Does not sync."""
-        if not self.outputs or not self.graphs or self.has_gradients:
+        if not self.outputs or not self.graphs:
             return False
-        return all(graph() is None for graph in self.graphs)
+        for graph in self.graphs:
+            if graph() is not None:
+                return False
+        return not self.has_gradients
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -93,6 +98,11 @@ class Call:
     def has_gradients(self) -> bool:
         """Whether any reached its outputs."""
         return any(gradient is not None for gradient in self.gradients)
+
+    @property
+    def is_part_of_step(self) -> bool:
+        """Whether a backward pass has reached it. Inside one that is not known yet."""
+        return self.misses_gradients or self.has_gradients
 
     def again(self, model: nn.Module) -> Tensor:
         """Calls the model once more; the backward pass of what comes back gives it the same gradients. Syncs."""
@@ -139,13 +149,15 @@ class _UnderWay(threading.local):
 
 
 class CallRecorder:
-    """Records calls of the outermost module. ``note`` gives the random states; on the tape of ``taper`` one is one row.
+    """Records calls of the outermost module; on the tape of ``taper`` one is one row.
+
+    ``rng_reader`` gives what reads the random states, None if they cannot be read now.
 
     A host that knows of each call calls ``begin`` and ``end``. For others ``listen`` adds hooks to the module.
     """
 
-    def __init__(self, note: Callable[[], RngState | None], device: str, taper: TapeRecorder) -> None:
-        self._note, self.device, self._taper = note, device, taper
+    def __init__(self, rng_reader: Callable[[], RngReader | None], device: str, taper: TapeRecorder) -> None:
+        self._rng_reader, self.device, self._taper = rng_reader, device, taper
         self._undo: list[Callable[[], Any]] = []
         self._was_in_training = False
 
@@ -183,13 +195,17 @@ class CallRecorder:
         self, calls: list[Call] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_taped: bool
     ) -> Call | None:
         """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
-        is_recorded = calls is not None and _has_values()
-        if not is_recorded and not is_taped:
+        has_values = torch.is_grad_enabled() and _is_transforming() is None
+        is_recorded = has_values and calls is not None
+        if not (is_recorded or is_taped):
             return None
         mode = _NO_AUTOCAST
         if _is_any_autocast_enabled():
             mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        call = Call(args, kwargs, self._note(), mode, *position_of(sys._getframe(1)))
+        reader = self._rng_reader()
+        rng = None if reader is None else reader.before_call()
+        call = Call(args, kwargs, rng, mode, *position_of(sys._getframe(1)))
+        call.has_values = has_values
         if is_recorded and calls is not None:
             if len(calls) >= _MOST_CALLS:
                 del calls[0]
@@ -200,12 +216,15 @@ class CallRecorder:
 
     def end(self, module: nn.Module, call: Call, output: Any) -> None:
         """It has returned ``output``."""
-        if _has_values():
+        made = [output] if isinstance(output, Tensor) else tensors_returned(output)
+        if call.rng is not None and call.rng.host is not None and (reader := self._rng_reader()) is not None:
+            reader.after_call(call.rng)
+        if call.has_values:
             call.is_evaluation = self._was_in_training and not module.training
             self._was_in_training = self._was_in_training or module.training
-            _save_gradients(call, output)
+            _save_gradients(call, made)
         if call.taped is not None:
-            self._taper.after_module(call, output)
+            self._taper.after_module(call, made)
             self._taper.go_on(True)
 
     def raised(self, call: Call) -> None:
@@ -214,9 +233,12 @@ class CallRecorder:
             self._taper.go_on(True)
 
 
-def _save_gradients(call: Call, output: Any) -> None:
+def _save_gradients(call: Call, made: list[Tensor]) -> None:
     call.has_returned = True
-    for place, tensor in enumerate(_outputs(output)):
+    for tensor in made:
+        if not tensor.requires_grad:
+            continue
+        place = len(call.gradients)
         call.gradients.append(None)
         if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
             call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
@@ -275,11 +297,6 @@ class _Saver:
 def cut_off(tree: Any) -> Any:
     """Detaches tensors that other modules have made: their graph has been freed."""
     return mapped(tree, lambda t: t.detach().requires_grad_() if isinstance(t, Tensor) and not t.is_leaf else None)
-
-
-def _has_values() -> bool:
-    """Whether a call made now can be made again: with gradients on, and not inside ``torch.func.vmap`` or others."""
-    return torch.is_grad_enabled() and _compat_modes.is_transforming() is None
 
 
 def _outputs(tree: Any) -> list[Tensor]:

@@ -45,6 +45,10 @@ class Clipper:
             )
         self._how = _NAMED.get(how, how) if isinstance(how, str) else how
         self._max_norm = max_norm
+        self.needs_norms = max_norm is not None or isinstance(self._how, ZScore)
+        """Whether ``clip_`` uses the norms that were measured."""
+        self.is_off = not (self.needs_norms or isinstance(self._how, AGC))
+        """Whether no gradient is ever clipped."""
         self._limit = torch.tensor(max_norm or 0.0, dtype=torch.float64, device=device)
         self._device = device
         self._window: NormWindow | None = None
@@ -56,16 +60,6 @@ class Clipper:
     def max_norm(self) -> float | None:
         """The largest norm that a gradient may have; None if norms are not limited."""
         return self._max_norm
-
-    @property
-    def needs_norms(self) -> bool:
-        """Whether ``clip_`` uses the norms that were measured."""
-        return self._max_norm is not None or isinstance(self._how, ZScore)
-
-    @property
-    def is_off(self) -> bool:
-        """Whether no gradient is ever clipped."""
-        return not (self.needs_norms or isinstance(self._how, AGC))
 
     @property
     def together(self) -> bool:

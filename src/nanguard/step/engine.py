@@ -72,7 +72,7 @@ class StepEngine:
         self._left_early = False
         kind = parts.state.device.type
         self._taper = TapeRecorder(self._note_random_states, kind)
-        self._recorder = CallRecorder(self._note_random_states, kind, self._taper)
+        self._recorder = CallRecorder(lambda: parts.state.rng_reader, kind, self._taper)
         self._records_calls = self._is_taping = records_calls
         self.discarded = DiscardedPasses(parts, recovery)
 
@@ -127,7 +127,8 @@ class StepEngine:
             self._taper.forget()
         is_capturing = parts.is_capturing
         if not (is_capturing or in_backward):
-            parts.last_forward.mend_in_any_case_()
+            if parts.last_forward.is_on:
+                parts.last_forward.mend_in_any_case_()
             self.mode.before()
             if self.recovery.has_duties:
                 self.recovery.ease(parts.num_steps, self.mode.settle)
@@ -140,7 +141,8 @@ class StepEngine:
                 "a guarded step was captured in a CUDA graph with sync='eager' or with other steps in flight: use "
                 "fused, capturable optimizers, and call guard.settle() before the capture"
             )
-        pending = PendingStep(parts.num_steps, self.num_epochs, self._position, rerunnable, divisor)
+        position = None if self.data.current is None else self._position
+        pending = PendingStep(parts.num_steps, self.num_epochs, position, rerunnable, divisor)
         pending.last_seen = self.data.last
         parts.islands.put_back()
         if not notes_later:
@@ -234,8 +236,9 @@ class StepEngine:
                 self.parts.measurement.filled,
             )  # a graph goes on writing to this very memory
             return
-        self.parts.last_forward.mend_unused_()
-        self.parts.last_forward.forget()
+        if self.parts.last_forward.is_on:
+            self.parts.last_forward.mend_unused_()
+            self.parts.last_forward.forget()
         self.parts.num_steps += 1
         if self.data.is_going_back:  # the rest of the loop body of a batch that will come again
             self.parts.clear()
@@ -378,34 +381,3 @@ class StepEngine:
         self.data.settle()
         if self.data.current is not None:
             self.num_epochs = self.data.current.number
-
-    # ---- to be saved ---------------------------------------------------------------------------------------------
-
-    def facts(self) -> dict[str, Any]:
-        """What another process needs to go on, besides the snapshot itself, as JSON can hold it. Does not sync."""
-        return {
-            "num_steps": self.parts.num_steps,
-            "num_epochs": self.num_epochs,
-            "journal": self.parts.journal.state_dict(),
-            "measures": self.recovery.state_dict(),
-            "kept_fp32": self.parts.islands.state_dict(),
-        }
-
-    def resume(self) -> int | None:
-        """Goes on from the newest snapshot on disk. Returns the number of steps made by then."""
-        if self.ring is None:
-            raise ProtocolError("guard.resume() needs snapshots on disk: Guard(..., snapshots=Snapshots(where='disk'))")
-        facts = self.ring.resume()
-        if facts is None:
-            return None
-        self.mode.drop_in_flight()
-        self.load_facts(facts["run"])
-        self.num_epochs = max(0, self.num_epochs - (facts["data"] is not None))  # the next epoch is the one it was in
-        self.data.resume_at(facts["data"], RngState.from_dict(facts["rng"]))
-        return self.parts.num_steps
-
-    def load_facts(self, facts: dict[str, Any]) -> None:
-        self.parts.num_steps, self.num_epochs = facts["num_steps"], facts["num_epochs"]
-        self.parts.journal.load_state_dict(facts["journal"])
-        self.parts.islands.load_state_dict(facts["kept_fp32"])
-        self.recovery.load_state_dict(facts["measures"])

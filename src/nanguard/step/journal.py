@@ -82,7 +82,11 @@ class Journal:
         if not outcome.is_rollback:
             refused = {"back_off": "backed_off", "halt": "halted"}.get(response, "skipped")
             self.counts["applied" if outcome.applied else refused] += 1
-        if response != "back_off":
+        if response == "back_off":
+            if self._speaks:
+                told = "step %d: fp16 gradients overflowed at loss scale %g, which is lowered"
+                log.info(told, reading.step, reading.scale)
+        else:
             self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1 + outcome.lost
         self.counts["rerun"] += outcome.rerun
         self.counts["lost"] += outcome.lost

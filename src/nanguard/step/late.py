@@ -74,7 +74,8 @@ class Late:
     def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         parts = self._parts
         if not are_buffers_noted:
-            pending.elsewhere = [(undo, undo.note_()) for undo in (parts.buffers, self._averages)]
+            noted = [undo for undo in (parts.buffers, self._averages) if undo.is_used]
+            pending.elsewhere = [(undo, undo.note_()) for undo in noted]
         self._note_schedule(pending)
         pending.num_states = parts.skippable.num_states()
         pending.training = TrainingModes(parts.modules)
@@ -126,16 +127,20 @@ class Late:
             self.measure(pending)
         assert pending.on_device is not None
         (groups, skip, latched_before), pending.on_device = pending.on_device, None
-        parts.clipper.clip_(groups, parts.measurement.norms)
+        if not parts.clipper.is_off:
+            parts.clipper.clip_(groups, parts.measurement.norms)
         self._recovery.fence()
         if parts.update_checks.are_due(parts.num_steps):
             self._step_carefully(pending, skip)
         else:
             parts.skippable.step_unless(skip)
-        parts.buffers.undo_where_(skip)
-        parts.update_average()
-        self._averages.undo_where_(skip)
-        parts.clipper.remember_(skip)
+        if parts.buffers.is_used:
+            parts.buffers.undo_where_(skip)
+        if parts.state.ema is not None:
+            parts.update_average()
+            self._averages.undo_where_(skip)
+        if not parts.clipper.is_off:
+            parts.clipper.remember_(skip)
         if parts.precision.scaler is not None:
             parts.precision.scaler.update_(skip, frozen=latched_before)
         parts.skippable.end_step()
@@ -152,9 +157,11 @@ class Late:
     def post(self, pending: PendingStep, values: Tensor) -> None:
         """Starts the copy to the host. The step counts as applied until the host has read it."""
         pending.readback = self._readbacks.post(values)
-        pending.lrs = self._parts.state.schedule.known_rates
+        schedule = self._parts.state.schedule
+        pending.lrs = schedule.known_rates
         self._in_flight.append(pending)
-        self._parts.state.schedule.tick()
+        if schedule.is_ours:
+            schedule.tick()
 
     def _raise_latch_(self, pending: PendingStep) -> Tensor:
         """Raises the latch if the step is bad. Returns the flag that says whether to skip this step."""
@@ -199,6 +206,7 @@ class Late:
         if verdict.kind == "overflow":
             self._go_on(overflow, wake)
             return False
+        pending.complete()
         with self._recovery.letting_interrupts_out():
             answer = self._recovery.answer(pending, verdict)
             if answer.went_back:

@@ -62,20 +62,21 @@ class ParamGroups:
     def look_again(self, model: nn.Module) -> None:
         self._order = {id(p): place for place, p in enumerate(model.parameters())}
 
-    def quick_norms(self, known: Tensor | None) -> list[float] | None:
+    def quick_norms(self, known: Tensor | None) -> tuple[float, ...] | None:
         """The norm of each group in few calls, for a CPU; None if one is not finite, or not known to be.
 
         ``known`` are norms of all gradients, if there are any. Not for gradients that are spread over ranks.
         """
-        grads = [[grad for p in params if (grad := p.grad) is not None] for params in self._skippable.groups()]
+        grads = []
+        for params in self._skippable.groups():
+            grads.append([grad for p in params if (grad := p.grad) is not None])
         if self._together:
             grads = [list(chain.from_iterable(grads))]
         if known is not None and len(known) == sum(map(len, grads)):
             each = iter(known.tolist())
-            norms = [math.hypot(*islice(each, len(group))) for group in grads]
+            norms = tuple([math.hypot(*islice(each, len(group))) for group in grads])
         else:
-            with NoGrad():
-                norms = [joint_norm(group) for group in grads]
+            norms = tuple(map(joint_norm, grads))
         return norms if all(map(math.isfinite, norms)) else None
 
     def current(self, *, known_alike: bool = False) -> list[Group]:

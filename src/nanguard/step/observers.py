@@ -76,7 +76,7 @@ class Observers:
     @property
     def wants_measurement(self) -> bool:
         """Whether any of them wants to be called with the measurement of the open step."""
-        return bool(self._measuring) and any(getattr(each, "wants_measurement", True) for each in self._measuring)
+        return any(getattr(each, "wants_measurement", True) for each in self.measuring)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each observer that has one, in order."""
@@ -93,7 +93,7 @@ class Observers:
                 found.load_state_dict(each["state"])
 
     def _sort(self) -> None:
-        self._measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
+        self.measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
         self.on_open = self._calling("on_open")
         self.on_measured = self._calling("on_measured")
         self.on_heard = self._calling("on_heard")

@@ -9,7 +9,7 @@ from typing import Any
 from nanguard.records.alert import Alert
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import panel, repeated
-from nanguard.records.steps import Incident, Outcome
+from nanguard.records.steps import Incident
 from nanguard.step.observers import Observer
 from nanguard.step.repeats import RepeatCounter
 
@@ -25,11 +25,6 @@ class PanelLogger(Observer):
     def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
         self._path = path
         self._repeats = RepeatCounter(skips_only=True)
-
-    def on_heard(self, outcome: Outcome) -> None:
-        reading = outcome.verdict.reading
-        if outcome.action.response == "back_off":
-            log.info("step %d: fp16 gradients overflowed at loss scale %g, backing off", reading.step, reading.scale)
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "alert":

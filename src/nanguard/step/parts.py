@@ -230,26 +230,20 @@ class StepParts:
         It has to be if something is non-finite, or may be, and if the vector of all values is wanted: to clip, by other
         ranks, by an observer.
         """
+        observers, losses = self.journal.observers, pending.losses
         if not self.can_read_quickly or pending.flags or self.precision.scaler is not None:
             return None
-        if self.journal.observers.wants_measurement or pending.correction() is not None:
+        if observers.measuring and observers.wants_measurement:
             return None
-        loss = pending.mean_loss().item()
-        if not math.isfinite(loss) or not self.buffers.are_finite():
+        if pending.rerunnable and pending.correction() is not None:
+            return None
+        loss = (losses[0] if len(losses) == 1 else pending.mean_loss()).item()
+        if not math.isfinite(loss) or (self.buffers.is_used and not self.buffers.are_finite()):
             return None
         norms = self.param_groups.quick_norms(pending.known_norms)
         if norms is None:
             return None
-        return Reading(
-            step=pending.step,
-            epoch=pending.epoch,
-            batch=pending.batch,
-            loss=loss if pending.knows_loss else math.nan,
-            mean_loss=loss,
-            norms=_before_clipping(pending, tuple(norms)),
-            lrs=pending.lrs,
-            num_stepped_before=pending.num_stepped_before,
-        )
+        return _sound_reading(pending, loss, norms)
 
     def measure(self, pending: PendingStep, groups: list[Group]) -> None:
         """Writes all that the step has to say onto the board."""
@@ -266,7 +260,10 @@ class StepParts:
         self.journal.observers.on_measured(pending.step, self.measurement.filled)
 
     def read(self, pending: PendingStep, reply: MeasuredValues) -> Reading:
-        """A board as the host got it, in words."""
+        """A measurement as the host got it, in words."""
+        layout = reply.layout
+        if not (layout.votes or layout.flags) and self.precision.scaler is None and reply.is_finite:
+            return _sound_reading(pending, reply.loss, reply.norms)
         loss, votes = reply.loss, reply.votes
         reading = Reading(
             step=pending.step,
@@ -348,6 +345,20 @@ class StepParts:
         self.last_forward.forget()
         self.skippable.end_step()
         self.end()
+
+
+def _sound_reading(pending: PendingStep, loss: float, norms: tuple[float, ...]) -> Reading:
+    """Of a step in which all is finite."""
+    return Reading(
+        step=pending.step,
+        epoch=pending.epoch,
+        batch=pending.batch,
+        loss=loss if pending.knows_loss else math.nan,
+        mean_loss=loss,
+        norms=norms if pending.before_clipping is None else _before_clipping(pending, norms),
+        lrs=pending.lrs,
+        num_stepped_before=pending.num_stepped_before,
+    )
 
 
 def _before_clipping(pending: PendingStep, norms: tuple[float, ...]) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from nanguard.state.batch_indices import FetchedBatch
 from nanguard.state.readback import PendingCopy
 from nanguard.state.rng import RngState
 from nanguard.state.schedule import ScheduleNote
-from nanguard.state.training_modes import TrainingModes
+from nanguard.state.training_modes import NO_MODES, TrainingModes
 from nanguard.state.undo import Copies, Undo
 from nanguard.step.calls import Call
 from nanguard.step.measurement import EMPTY_LAYOUT, Group, MeasuredValues, MeasurementLayout
@@ -50,6 +50,13 @@ class Microbatch:
     def show(self, loss: Tensor) -> None:
         if self.shown is not None:
             self.shown.copy_(loss)
+
+
+class StepEvidence(Protocol):
+    """What happened in a step, for those who examine it."""
+
+    def add_to(self, pending: PendingStep) -> None:
+        """Sets its ``calls``, ``tape``, ``microbatches`` and whatever else is known of it."""
 
 
 class OnDevice(NamedTuple):
@@ -95,7 +102,7 @@ class PendingStep:
     elsewhere: list[tuple[Undo, Copies]] = field(default_factory=list)
     schedule: ScheduleNote | None = None
     num_states: tuple[int, ...] = ()
-    training: TrainingModes = field(default_factory=TrainingModes)
+    training: TrainingModes = NO_MODES
     lrs: tuple[float | None, ...] = ()
     layout: MeasurementLayout = EMPTY_LAYOUT
     measured: MeasuredValues | None = None
@@ -112,8 +119,8 @@ class PendingStep:
     tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
-    add_evidence: Callable[[], None] | None = None
-    """Adds what is needed to examine the step, if that was not done yet: a sound step does without."""
+    evidence: StepEvidence | None = None
+    """Has what is needed to examine the step, if it is not here yet: a sound step does without."""
 
     @property
     def is_put_off(self) -> bool:
@@ -122,14 +129,14 @@ class PendingStep:
 
     def complete(self) -> None:
         """Before it is answered."""
-        if self.add_evidence is not None:
-            self.add_evidence()
-            self.add_evidence = None
+        if self.evidence is not None:
+            self.evidence.add_to(self)
+            self.evidence = None
 
     def let_go(self) -> None:
         """It is over: holds no batch any more."""
         self.calls, self.microbatches = [], []
-        self.last_seen = self.tape = self.add_evidence = None
+        self.last_seen = self.tape = self.evidence = None
 
     @property
     def is_measured(self) -> bool:

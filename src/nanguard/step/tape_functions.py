@@ -90,15 +90,20 @@ _PATCHES = _Patches()
 
 
 class CompiledCalls(Listening):
-    """``entered`` and ``left`` are called with torch's frame, before compiled code is looked up or run, and after."""
+    """``entered`` and ``left`` are called with torch's frame, before compiled code is looked up or run, and after.
 
-    def __init__(self, entered: Callable[[FrameType], None], left: Callable[[FrameType], None]) -> None:
-        self._entered, self._left = entered, left
+    ``left`` is called only if ``is_inside`` is not empty.
+    """
+
+    def __init__(
+        self, entered: Callable[[FrameType], None], left: Callable[[FrameType], None], is_inside: list[Any]
+    ) -> None:
+        self._entered, self._left, self._is_inside = entered, left, is_inside
         self._undo: Any = None
 
     def begin(self) -> bool:
         """False if this torch cannot tell."""
-        self._undo = self._undo or _compat_modes.on_compiled_calls(self._entered, self._left)
+        self._undo = self._undo or _compat_modes.on_compiled_calls(self._entered, self._left, self._is_inside)
         return self._undo is not False
 
     def end(self) -> None:

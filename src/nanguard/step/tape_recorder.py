@@ -11,13 +11,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import position_of
 from nanguard.state.rng import RngState
-from nanguard.state.trees import PLAIN, mapped, tensors, tensors_returned
+from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
+from nanguard.step.switched_mode import SwitchedMode
 from nanguard.step.tape import (
     CallTape,
     Drawn,
@@ -43,9 +43,10 @@ _requires_grad_ = Tensor.requires_grad_
 _NOTHING: dict[str, Any] = {}
 _NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
 _is_grad_enabled, _is_any_autocast_enabled = torch.is_grad_enabled, _compat_modes.is_any_autocast_enabled
+_is_transformed = _compat_modes.is_transformed
 
 
-class TapeRecorder(TorchFunctionMode):
+class TapeRecorder(SwitchedMode):
     """One thread writes at a time: the one that begins. ``note`` gives the random states; ``device`` is a type.
 
     While it is on, all torch calls of the thread pass through it. It is off inside modules that are rows of their own
@@ -64,11 +65,9 @@ class TapeRecorder(TorchFunctionMode):
         self._older: tuple[CallTape, dict[int, tuple[ref[Tensor], Made]]] | None = None
         self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
-        self._thread = 0
-        self._is_on = self._is_inside = self._is_begun = False
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
-        self._compiled: tuple[int, Any] | None = None
-        self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled)
+        self._compiled: list[tuple[int, Any]] = []  # the compiled call that is under way, if there is one
+        self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled, self._compiled)
         self._listeners = FunctionCalls(self), WarnedLines(TapeRecorder.__torch_function__.__code__)
         self._listens_for_good = False
 
@@ -76,11 +75,11 @@ class TapeRecorder(TorchFunctionMode):
 
     def begin(self, tape: CallTape, *, keeps_older: bool = False) -> None:
         """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made."""
-        if self._is_begun and self._thread != threading.get_ident():
+        if self.is_begun and self._thread != threading.get_ident():
             return
         if tape is not self.tape:
             self._turn_to(tape, keeps_older=keeps_older)
-        if self._is_begun:
+        if self.is_begun:
             self._enter()  # a module that was called has raised
             return
         if TapeRecorder._active is not None:
@@ -89,7 +88,7 @@ class TapeRecorder(TorchFunctionMode):
             return
         if not self._listens_for_good:
             self._listen()
-        self._thread, self._is_begun, TapeRecorder._active = threading.get_ident(), True, self
+        self._thread, self.is_begun, TapeRecorder._active = threading.get_ident(), True, self
         self._enter()
 
     def listen_for_good(self) -> None:
@@ -108,50 +107,27 @@ class TapeRecorder(TorchFunctionMode):
             listener.end()
 
     def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
-        alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None} if keeps_older else {}
-        self._older = (self.tape, alive) if alive and self.tape is not None else None
+        self._older = None
+        if keeps_older and self.tape is not None:
+            alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
+            self._older = (self.tape, alive) if alive else None
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
 
     def stop(self) -> None:
         """Until ``begin``. Not by another thread, nor from inside a call that is being noted."""
-        if not self._is_begun or self._is_inside or self._thread != threading.get_ident():
+        if not self.is_begun or self._is_inside or self._thread != threading.get_ident():
             return
         self._leave()
         if not self._listens_for_good:
             self.stop_listening()
-        self._compiled = None
-        self._is_begun, TapeRecorder._active = False, None
+        self._compiled.clear()
+        self.is_begun, TapeRecorder._active = False, None
 
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""
         self.stop()
         self.tape, self._rows, self._older, self._marks, self._outside = None, {}, None, {}, {}
-
-    def is_own(self) -> bool:
-        """Whether what was written last is of this thread."""
-        return self._thread == threading.get_ident()
-
-    def pause(self) -> bool:
-        """For a call that is a row of its own, or none. Returns what ``go_on`` is to be given."""
-        if not self._is_on or self._is_inside or self._thread != threading.get_ident():
-            return False
-        self._leave()
-        return True
-
-    def go_on(self, was_on: bool) -> None:
-        if was_on and self._is_begun:
-            self._enter()
-
-    def _enter(self) -> None:
-        if not self._is_on:
-            self._is_on = True
-            _compat_modes.enter_function_mode(self)
-
-    def _leave(self) -> None:
-        if self._is_on:
-            self._is_on = False
-            _compat_modes.leave_function_mode(self)
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -175,9 +151,13 @@ class TapeRecorder(TorchFunctionMode):
             mark = marks.get(id(each))
             if mark is not None and mark[0]() is each:
                 given.append(mark[1])
+            elif isinstance(each, Tensor):
+                given.append(self._new_token(each))
             else:
                 given.append(each if type(each) in PLAIN else self._noted(each))
-        named = self._noted(kwargs) if kwargs else _NOTHING
+        named = _NOTHING
+        if kwargs:
+            named = {key: each if type(each) in PLAIN else self._noted(each) for key, each in kwargs.items()}
         rng = self._note() if kind & DRAWS else None
         self._is_inside = True
         try:
@@ -219,21 +199,20 @@ class TapeRecorder(TorchFunctionMode):
         self._add(function, given, named, rng, args, result, sys._getframe(1))
         return result
 
-    def may_call(self) -> bool:
-        """Whether ``call`` would add a row."""
-        return self._is_on and not self._is_inside and self._thread == threading.get_ident()
-
     def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
-        return self._noted_for_module(args), self._noted_for_module(kwargs)
+        given = tuple([each if type(each) in PLAIN else self._noted_for_module(each) for each in args])
+        return given, self._noted_for_module(kwargs) if kwargs else _NOTHING
 
-    def after_module(self, call: Call, output: Any) -> None:
-        """It has returned ``output``; ``call.taped`` is what ``before_module`` returned."""
+    def after_module(self, call: Call, made: list[Tensor]) -> None:
+        """It has returned the tensors ``made``; ``call.taped`` is what ``before_module`` returned."""
         if self.tape is not None and call.taped is not None and not self._is_inside:
             raw = (None, *call.taped, call.code, call.at, _is_grad_enabled(), call.autocast, call.rng, call)
-            self._append(raw, tensors_returned(output))
-            self._num_calls += 1
+            self._append(raw, made)
             self.tape.has_calls = True
+            self._num_calls += 1
+            if self._num_calls >= _SWEEP_AFTER_CALLS:
+                self._look_at_length()
 
     def note_losses(
         self,
@@ -286,14 +265,16 @@ class TapeRecorder(TorchFunctionMode):
 
     def _token(self, tensor: Tensor) -> Any:
         mark = self._marks.get(id(tensor))
-        if mark is not None and mark[0]() is tensor:
-            return mark[1]
+        return mark[1] if mark is not None and mark[0]() is tensor else self._new_token(tensor)
+
+    def _new_token(self, tensor: Tensor) -> Any:
+        """Of a tensor that no row of this tape made."""
         if self._older is not None:
             mark = self._older[1].get(id(tensor))
             if mark is not None and mark[0]() is tensor and self.tape is not None:
                 self.tape.older = self._older[0]
                 return mark[1]
-        if _compat_modes.is_transformed(tensor):
+        if _is_transformed(tensor):
             if self.tape is not None and self.tape.transformed is None:
                 self.tape.transformed = self._next
             return Unseen()
@@ -309,6 +290,9 @@ class TapeRecorder(TorchFunctionMode):
 
     def _noted_for_module(self, tree: Any) -> Any:
         """As ``_noted``, for any container. What was made unseen is held by the record of the call anyway."""
+        if isinstance(tree, Tensor):
+            found = self._token(tree)
+            return self._from_outside(tree) if isinstance(found, Unseen) else found
         kind = type(tree)
         if kind in PLAIN:
             return tree
@@ -316,14 +300,7 @@ class TapeRecorder(TorchFunctionMode):
             return tuple([self._noted_for_module(child) for child in tree])
         if kind is dict:
             return {key: self._noted_for_module(child) for key, child in tree.items()}
-
-        def token(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return None
-            found = self._token(leaf)
-            return self._from_outside(leaf) if isinstance(found, Unseen) else found
-
-        return token(tree) if isinstance(tree, Tensor) else mapped(tree, token)
+        return mapped(tree, lambda leaf: self._noted_for_module(leaf) if isinstance(leaf, Tensor) else None)
 
     def _add(
         self, func: Any, args: Any, kwargs: Any, rng: RngState | None, given: Any, result: Any, frame: FrameType | None
@@ -353,7 +330,8 @@ class TapeRecorder(TorchFunctionMode):
         self._rows[number] = raw
         for place, tensor in enumerate(made):
             self._marks[id(tensor)] = ref(tensor), Made(number, place)
-        self._look_at_length()
+        if not number & 63:
+            self._look_at_length()
 
     def _look_at_length(self) -> None:
         tape = self.tape
@@ -383,13 +361,12 @@ class TapeRecorder(TorchFunctionMode):
         function, args, kwargs = known.get("fn"), known.get("args", ()), known.get("kwargs", {})
         noted = function, self._noted(args), self._noted(kwargs), self._note(), args
         self.pause()
-        self._compiled = id(frame), noted
+        self._compiled[:] = [(id(frame), noted)]
 
     def _leave_compiled(self, frame: FrameType) -> None:
-        if self._compiled is None or self._compiled[0] != id(frame):
+        if not self._compiled or self._compiled[0][0] != id(frame):
             return
-        function, args, kwargs, rng, given = self._compiled[1]
-        self._compiled = None
+        _, (function, args, kwargs, rng, given) = self._compiled.pop()
         self.go_on(True)
         result = frame.f_locals.get("result")
         if callable(function) and result is not None:

@@ -1,0 +1,63 @@
+"""A function mode of torch that can be turned on and off at any point, whatever modes the program has entered since."""
+
+from __future__ import annotations
+
+import threading
+
+from torch.overrides import TorchFunctionMode
+
+from nanguard import _compat_modes
+
+_num_modes, _push, _pop = (
+    _compat_modes.num_function_modes,
+    _compat_modes.push_function_mode,
+    _compat_modes.pop_function_mode,
+)
+
+
+class SwitchedMode(TorchFunctionMode):
+    """Belongs to one thread at a time. ``is_begun`` is set by subclasses, and says that it may be paused and go on.
+
+    ``is_on``: torch tells of its calls now. While it handles one (``_is_inside``) torch holds it aside, and it cannot
+    be turned off.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_begun = self.is_on = self._is_inside = False
+        self._thread = 0
+
+    def is_own(self) -> bool:
+        """Whether this is its thread."""
+        return self._thread == threading.get_ident()
+
+    def may_call(self) -> bool:
+        """Whether a call made now would be told of."""
+        return self.is_on and not self._is_inside and self._thread == threading.get_ident()
+
+    def pause(self) -> bool:
+        """Until ``go_on``. Returns what that is to be given."""
+        if not self.is_on or self._is_inside or self._thread != threading.get_ident():
+            return False
+        self._leave()
+        return True
+
+    def go_on(self, was_on: bool) -> None:
+        if was_on and self.is_begun:
+            self._enter()
+
+    def _enter(self) -> None:
+        if not self.is_on:
+            self.is_on = True
+            if _num_modes():
+                _compat_modes.enter_function_mode(self)
+            else:
+                _push(self)
+
+    def _leave(self) -> None:
+        if self.is_on:
+            self.is_on = False
+            top = _pop() if _num_modes() else self
+            if top is not self:
+                _push(top)
+                _compat_modes.leave_function_mode(self)
