@@ -354,8 +354,7 @@ class Guard:
     def close(self) -> None:
         """Settles, ends the run log, and sums up what happened. ``with Guard(...) as guard:`` does it for you."""
         self.settle()
-        if self._engine.ring is not None:
-            self._engine.ring.close()
+        self._engine.close()
         self._parts.journal.close(steps=self._parts.num_steps)
         self._parts.journal.sum_up(self._parts.state.unsound)
 

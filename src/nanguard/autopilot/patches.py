@@ -61,7 +61,7 @@ class Patches:
         monitor.taper.listen_for_good()
 
     def remove(self) -> None:
-        self._monitor.taper.stop_listening()
+        self._monitor.taper.close()
         while self._saved:
             owner, name, original = self._saved.pop()
             setattr(owner, name, original)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nanguard import _compat_modes
+from nanguard.diagnosis.graph_probe import GraphFinding, examine_if_bad
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.provenance import BATCH
 from nanguard.diagnosis.search import LONGEST_BURST, Kind, Search
@@ -119,6 +120,10 @@ class Live:
             _compat_modes.leave_mode(trace)
             self._seconds += time.perf_counter() - began
             self._entered = None
+
+    def before_backward(self, loss: Tensor) -> GraphFinding | None:
+        """The finding in the graph of a bad loss. None on a GPU: looking at the loss would sync."""
+        return examine_if_bad([loss])
 
     def after_backward(self, loss: Tensor | None) -> WatchedRun | None:
         """Check the loss, if there is one, and gradients while they exist. None if the step was not traced. Syncs."""

@@ -5,7 +5,6 @@ An error in the diagnosis itself is logged. It never stops the run.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -77,24 +76,6 @@ class DiagnosisScheduler:
         self._num_taken = 0
         self._seconds, self._began = 0.0, time.monotonic()
         self._showed: tuple[int, tuple[str, ...]] = (0, ())
-
-    # ---- while a step runs in the user's own loop ----------------------------------------------------------------
-
-    def begin(self, batch: Any) -> None:
-        """Start a step."""
-        self.live.begin(batch)
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap a part of the step."""
-        return self.live.watching()
-
-    def before_backward(self, loss: Tensor) -> Any:
-        """The finding in the graph of a bad loss. None on a GPU: looking at the loss would sync."""
-        return graph_probe.examine_if_bad([loss])
-
-    def after_backward(self, loss: Tensor) -> Any:
-        """The result of a step that was traced; None if it was not."""
-        return self.live.after_backward(loss)
 
     # ---- after a bad step ----------------------------------------------------------------------------------------
 

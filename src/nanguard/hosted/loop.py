@@ -300,7 +300,7 @@ class HostedLoop:
         if self._is_closed:
             return
         self._is_closed = True
-        self._taper.forget()
+        self._taper.close()
         self._recorder.stop()
         for hosted in self._steps:
             disclaim(hosted.optimizer)

@@ -343,8 +343,7 @@ class HostedStep(UncheckedSteps):
     def close(self) -> None:
         """Processes what is under way and ends the run log."""
         self.engine.settle()
-        if self.engine.ring is not None:
-            self.engine.ring.close()
+        self.engine.close()
         self.parts.journal.close(steps=self.parts.num_steps)
 
     def _fill(self, pending: PendingStep, this: Iteration) -> None:

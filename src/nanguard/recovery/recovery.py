@@ -150,7 +150,7 @@ class Recovery:
 
     @property
     def tracer(self) -> StepTracer:
-        return self.examinations
+        return self.examinations.live
 
     @property
     def is_interrupted(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from nanguard.step.late import Late
 from nanguard.step.measurement import MeasurementLayout
 from nanguard.step.next_step import NextStep
 from nanguard.step.out_of_memory import GivingMemoryBack
+from nanguard.step.own_forward import OwnForward
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LossFn, Microbatch, PendingStep
 from nanguard.step.protocols import Mode, Responder
@@ -159,29 +160,33 @@ class StepEngine:
         self._taper.stop()
         return self.parts.pending
 
-    @contextlib.contextmanager
-    def in_own_loop(self) -> Iterator[None]:
+    def in_own_loop(self) -> contextlib.AbstractContextManager[None]:
         """Wraps the forward pass of the user's own loop. Records what the model is given."""
         if self._records_calls:
             self._records_calls = False
             self._recorder.listen(self.parts.state.model, self._open_calls)
+        return OwnForward(self._begin_own_forward, self._memory, self._tracer, self.parts.precision)
+
+    def _begin_own_forward(self) -> None:
         pending = self.parts.pending
         if self._is_taping and pending is not None and not self.parts.is_capturing:
             pending.tape = pending.tape or CallTape()
             self._taper.begin(pending.tape)
-        with self._memory, self._tracer.watching(), self.parts.precision.autocast():
-            yield
 
     def backward(self, pending: PendingStep, loss: Tensor) -> None:
         """Runs one backward pass of the user's own loop."""
         tracer = self._tracer
         self._taper.stop()
         for call in pending.calls:
-            if not call.is_discarded:
+            if call.outputs and not call.is_discarded:
                 call.outputs.clear()
         if isinstance(loss, Tensor):
             self._taper.note_losses([loss])
             pending.graph_finding = tracer.before_backward(loss) or pending.graph_finding
+        if not tracer.is_on:
+            with self._memory:
+                self.parts.backward(pending, loss)
+            return
         with self._memory, tracer.watching():
             self.parts.backward(pending, loss)
         pending.live = tracer.after_backward(loss) or pending.live
@@ -203,6 +208,14 @@ class StepEngine:
             self.discarded.look_for(pending, calls)
         elif not self.parts.is_capturing:
             self.discarded.look_for_later(pending, calls)
+
+    def close(self) -> None:
+        """Waits for what is being written to disk. Nothing of ours is left in torch or on the model."""
+        if self.ring is not None:
+            self.ring.close()
+        self._taper.close()
+        self._recorder.stop()
+        self._records_calls = self._is_taping  # if the run goes on all the same
 
     def end(self, error: BaseException | None) -> None:
         """The user's own loop was left, because of ``error`` if there is one. Syncs if that was in the middle."""

@@ -46,6 +46,9 @@ class Mode(Protocol):
 class StepTracer(Protocol):
     """Follows a step in a loop of the user's own as it runs, if there is a reason to."""
 
+    is_on: bool
+    """Whether the open step is followed."""
+
     def begin(self, batch: Any) -> None:
         """A step begins; ``batch`` is what ``guard.epoch`` gave last."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType
@@ -35,34 +36,17 @@ class Listening(ABC):
         """Has no effect if it has not begun."""
 
 
-class FunctionCalls(Listening):
-    """The tape is told of every call of ``Function.apply``, and of ``Variable(tensor)`` in old programs.
+class FunctionCalls:
+    """Tapes are told of every call of ``Function.apply``, and of ``Variable(tensor)`` in old programs.
 
-    In ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when the tape
-    begins. Only methods that are looked up while it listens are seen, so it is best to listen for good.
+    One for all tapes, since it patches torch's own classes. They stay patched as long as there is a tape that has
+    begun, not only while it is written: each change of them makes Python forget what it knows of all functions of
+    autograd. And in ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when
+    the tape begins.
     """
 
-    def __init__(self, tape: FunctionTape) -> None:
-        self._tape = tape
-        self._is_listening = False
-
-    def begin(self) -> bool:
-        if not self._is_listening:
-            self._is_listening = True
-            _PATCHES.add(self._tape)
-        return True
-
-    def end(self) -> None:
-        if self._is_listening:
-            self._is_listening = False
-            _PATCHES.remove(self._tape)
-
-
-class _Patches:
-    """Of torch's own classes, so there is one for all tapes, which may begin and end in any order."""
-
     def __init__(self) -> None:
-        self._tapes: list[FunctionTape] = []
+        self._tapes: list[weakref.ref[FunctionTape]] = []
         self._apply: Any = None
 
     def add(self, tape: FunctionTape) -> None:
@@ -70,23 +54,31 @@ class _Patches:
             self._apply = vars(Function)["apply"]
             Function.apply = classmethod(_applying(self._writing, self._apply))  # type: ignore[assignment, method-assign]
             type(Variable).__call__ = _aliasing(self._writing)  # type: ignore[method-assign]
-        self._tapes.append(tape)
+        self._tapes.append(weakref.ref(tape, self._forget))
 
     def remove(self, tape: FunctionTape) -> None:
-        self._tapes = [each for each in self._tapes if each is not tape]
-        if not self._tapes:
+        """Has no effect if it was not added."""
+        for ref in self._tapes:
+            if ref() is tape:
+                self._forget(ref)
+
+    def _forget(self, gone: weakref.ref[FunctionTape]) -> None:
+        was_used = bool(self._tapes)
+        self._tapes = [ref for ref in self._tapes if ref is not gone]
+        if was_used and not self._tapes:
             Function.apply = self._apply  # type: ignore[method-assign]
             del type(Variable).__call__
 
     def _writing(self) -> FunctionTape | None:
         """The tape that would note a call now. At most one does."""
-        for tape in self._tapes:
-            if tape.may_call():
+        for ref in self._tapes:
+            tape = ref()
+            if tape is not None and tape.may_call():
                 return tape
         return None
 
 
-_PATCHES = _Patches()
+FUNCTION_CALLS = FunctionCalls()
 
 
 class CompiledCalls(Listening):

@@ -29,7 +29,7 @@ from nanguard.step.tape import (
     is_readable,
     sets_data_of_trained,
 )
-from nanguard.step.tape_functions import CompiledCalls, FunctionCalls
+from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
 from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
@@ -68,8 +68,8 @@ class TapeRecorder(SwitchedMode):
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
         self._compiled: list[tuple[int, Any]] = []  # the compiled call that is under way, if there is one
         self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled, self._compiled)
-        self._listeners = FunctionCalls(self), WarnedLines(TapeRecorder.__torch_function__.__code__)
-        self._listens_for_good = False
+        self._warnings = WarnedLines(TapeRecorder.__torch_function__.__code__)
+        self._listens_for_good = self._hears_functions = False
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -92,19 +92,27 @@ class TapeRecorder(SwitchedMode):
         self._enter()
 
     def listen_for_good(self) -> None:
-        """To what torch does not tell its modes of: also between ``stop`` and ``begin``, until ``stop_listening``."""
+        """To what torch does not tell its modes of: also between ``stop`` and ``begin``, until ``close``."""
         self._compiled_calls.begin()
         self._listen()
         self._listens_for_good = True
 
     def _listen(self) -> None:
-        for listener in self._listeners:
-            listener.begin()
+        self._warnings.begin()
+        if not self._hears_functions:
+            self._hears_functions = True
+            FUNCTION_CALLS.add(self)
 
-    def stop_listening(self) -> None:
-        self._listens_for_good = False
-        for listener in (self._compiled_calls, *self._listeners):
-            listener.end()
+    def _stop_listening(self) -> None:
+        self._compiled_calls.end()
+        self._warnings.end()
+
+    def close(self) -> None:
+        """Nothing of ours is left in torch."""
+        self.forget()
+        self._stop_listening()
+        self._listens_for_good = self._hears_functions = False
+        FUNCTION_CALLS.remove(self)
 
     def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
         self._older = None
@@ -120,7 +128,7 @@ class TapeRecorder(SwitchedMode):
             return
         self._leave()
         if not self._listens_for_good:
-            self.stop_listening()
+            self._stop_listening()
         self._compiled.clear()
         self.is_begun, TapeRecorder._active = False, None
 
