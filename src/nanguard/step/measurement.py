@@ -9,6 +9,7 @@ write straight into their places.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -92,31 +93,27 @@ class ParamGroups:
         return [Group(params, known_alike=known_alike) for params in groups]
 
 
-@dataclass(frozen=True, slots=True)
 class MeasurementLayout:
-    """Which entry of a measurement belongs to what."""
+    """Which entry of a measurement belongs to what. ``sizes`` are those of the parts, in order."""
 
-    votes: int
-    flags: int
-    groups: list[int]
-    buffers: tuple[str, ...]
-    params: tuple[nn.Parameter, ...]
+    __slots__ = ("buffers", "flags", "groups", "loss_at", "params", "params_at", "sizes", "votes")
 
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of the parts, in order."""
-        return [1, self.votes, self.flags, 1, len(self.buffers), *self.groups]
+    def __init__(
+        self, votes: int, flags: int, groups: list[int], buffers: tuple[str, ...], params: list[nn.Parameter]
+    ) -> None:
+        self.votes, self.flags, self.groups, self.buffers, self.params = votes, flags, groups, buffers, params
+        self.sizes = [1, votes, flags, 1, len(buffers), *groups]
+        self.loss_at = 1 + votes + flags
+        self.params_at = self.loss_at + 1 + len(buffers)
 
-    @property
-    def loss_at(self) -> int:
-        return 1 + self.votes + self.flags
-
-    @property
-    def params_at(self) -> int:
-        return self.loss_at + 1 + len(self.buffers)
+    def fits(self, flags: int, groups: list[int], buffers: tuple[str, ...], params: list[nn.Parameter]) -> bool:
+        """Whether it is the layout of these."""
+        if flags != self.flags or groups != self.groups or buffers != self.buffers:
+            return False
+        return all(map(operator.is_, params, self.params))
 
 
-EMPTY_LAYOUT = MeasurementLayout(0, 0, [], (), ())
+EMPTY_LAYOUT = MeasurementLayout(0, 0, [], (), [])
 
 
 class _Views:
@@ -163,13 +160,15 @@ class Measurement:
         Without ``sums_groups``, ``norms`` is not written: the host computes them itself from the norms of gradients.
         """
         names, peaks = buffers
-        params = tuple(chain.from_iterable(group.params for group in groups))
-        members = [len(group.params) for group in groups]
-        self.layout = MeasurementLayout(self._ranks.votes, len(flags), members, names, params)
-        sizes = self.layout.sizes
+        params, members = [], []
+        for group in groups:
+            params += group.params
+            members.append(len(group.params))
+        if self.layout.votes != self._ranks.votes or not self.layout.fits(len(flags), members, names, params):
+            self.layout = MeasurementLayout(self._ranks.votes, len(flags), members, names, params)
         with NoGrad():
-            if sizes != self._views.sizes:
-                self._views = _Views(sizes, self._device)
+            if self.layout.sizes != self._views.sizes:
+                self._views = _Views(self.layout.sizes, self._device)
             views = self._views
             views.loss.copy_(loss)
             if scale is not None:
