@@ -486,8 +486,8 @@ def test_the_default_device_stays() -> None:
     assert (found.capture, found.op) == ("tape", "log")
 
 
-QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute")
-"""Torch's compiler looks at it, and ignores the warning."""
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.torch.jit.script_method. is deprecated")
+"""Torch's compiler looks at the attribute, and uses the method when it is first imported."""
 
 
 @QUIET
