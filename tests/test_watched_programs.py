@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import pstats
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import nanguard
+from nanguard.autopilot.registry import Registry
 from test_run import NANGUARD, PYTHON, done, script
 
 THREADS = """
@@ -72,6 +78,38 @@ def test_each_thread_is_guarded_as_if_it_were_alone(tmp_path: Path, bad: list[li
     assert len(run.incidents) == len(bad)
     causes = {incident.diagnosis.cause for incident in run.incidents if incident.diagnosis is not None}
     assert causes <= {"input_nonfinite", "unknown"}, "one thread at a time writes a tape"
+
+
+def test_a_thread_waits_until_its_optimizer_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be at it, since it guards all optimizers that are new."""
+    begun, done, guard = threading.Event(), threading.Event(), Registry.guard
+
+    def slowly(registry: Registry, optimizer: Optimizer, *rest: Any) -> Any:
+        if optimizer is optimizers[1]:  # the last one
+            begun.set()
+            done.wait(1)  # time for a thread that does not wait
+        return guard(registry, optimizer, *rest)
+
+    monkeypatch.setattr(Registry, "guard", slowly)
+    with nanguard.install() as autopilot:
+        models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+        def train(which: int, value: float) -> None:
+            models[which](torch.full((2, 4), value)).sum().backward()
+            optimizers[which].step()
+
+        def train_late() -> None:
+            begun.wait()
+            train(1, float("nan"))
+            done.set()
+
+        thread = threading.Thread(target=train_late)
+        thread.start()
+        train(0, 1.0)
+        thread.join()
+    assert all(parameter.isfinite().all() for parameter in models[1].parameters())
+    assert len(autopilot.incidents) == 1
 
 
 WATCHED = """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 
 from torch import nn
+
+from nanguard.state.live_objects import live_objects
 
 
 class LiveModules:
@@ -14,10 +15,8 @@ class LiveModules:
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
-        # type() and not isinstance, which asks proxies for their class: some of them then do something.
-        for each in gc.get_objects():
-            if issubclass(type(each), nn.Module):
-                self.add(each)
+        for module in live_objects(nn.Module):
+            self.add(module)
 
     def add(self, module: nn.Module) -> None:
         key, refs = id(module), self._refs

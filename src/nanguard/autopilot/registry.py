@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.hosted.trained_modules import (
     TrainedModules,
-    has_guard,
     is_same,
     names_inside,
     owners,
@@ -35,6 +36,7 @@ from nanguard.hosted.trained_modules import (
 from nanguard.records.steps import Incident, Incidents
 from nanguard.state.names import unwrapped
 from nanguard.step.journal import Journal
+from nanguard.step.optimizers import has_guard
 from nanguard.step.parts import StepParts
 from nanguard.wiring import introduce
 
@@ -47,17 +49,27 @@ _MOST_READ = 16
 """So many optimizers have the line read that makes them; some programs make thousands."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewOptimizer:
+    """The program has made it; it has no hosted step yet."""
+
+    ref: weakref.ref[Optimizer]
+    names: dict[int, str]
+    """Of what it trains."""
+    models: set[int]
+    """Identities of the outermost modules that it trains."""
+
+
 class Registry:
     """Does not keep optimizers alive: they belong to the program."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.new: list[tuple[weakref.ref[Optimizer], dict[int, str]]] = []
-        """Optimizers that have no hosted step yet, with names of what they train."""
-        self._models_of_new: list[set[int]] = []
-        """Identities of the outermost modules that each of the new optimizers trains."""
+        self.new: list[NewOptimizer] = []
+        """Until they have a hosted step: other threads may use them, and wait as long as they are here."""
         self._num_expected = 0
         self._entries: list[tuple[weakref.ref[HostedStep], Journal]] = []
+        self._changing = threading.RLock()
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
         self._search = Search()
@@ -89,12 +101,12 @@ class Registry:
 
     def _forget(self, which: HostedStep | None) -> None:
         """Removes one, or with None those that no longer exist: a program may make thousands. The counts are kept."""
-        for ref, journal in self._entries:
-            if ref() is which:
-                self._past.update(journal.counts)
-                self._past_incidents += journal.incidents
-                self._past_not_kept += journal.num_not_kept
-        self._entries = [entry for entry in self._entries if entry[0]() is not which]
+        with self._changing:
+            for entry in [entry for entry in self._entries if entry[0]() is which]:
+                self._entries.remove(entry)
+                self._past.update(entry[1].counts)
+                self._past_incidents += entry[1].incidents
+                self._past_not_kept += entry[1].num_not_kept
 
     @property
     def has_hosted_steps(self) -> bool:
@@ -103,7 +115,7 @@ class Registry:
 
     def expect(self, optimizer: Optimizer) -> list[nn.Module]:
         """Notes an optimizer that the program is making. Returns the outermost modules that it trains."""
-        if hosted_step_of(optimizer) is not None or any(ref() is optimizer for ref, _ in self.new):
+        if hosted_step_of(optimizer) is not None or any(new.ref() is optimizer for new in self.new):
             return []
         params = parameters_of(optimizer)
         roots = [root for root in owners(params, self.live_modules) if not isinstance(root, torch.jit.ScriptModule)]
@@ -111,24 +123,24 @@ class Registry:
         by_call = names_in_call(params, roots, also_alone=self._num_expected <= _MOST_READ)
         names = {**by_call, **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
-        self.new.append((weakref.ref(optimizer), names))
-        self._models_of_new.append(_identities(roots))
+        self.new.append(NewOptimizer(weakref.ref(optimizer), names, _identities(roots)))
         return roots
 
     def misses_parameters(self) -> bool:
         """Whether the modules of a new optimizer do not hold its parameters, as in ``torch.func.functional_call``."""
-        living = [(ref(), models) for (ref, _), models in zip(self.new, self._models_of_new, strict=True)]
-        return any(
-            bool(models) and not owners(parameters_of(optimizer), self.live_modules)
-            for optimizer, models in living
-            if optimizer is not None
-        )
+        with_modules = [new.ref() for new in self.new if new.models]
+        return any(not owners(parameters_of(each), self.live_modules) for each in with_modules if each is not None)
 
     def guard_next(self) -> HostedStep | None:
         """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
-        ref, names = self.new.pop(0)
-        self._models_of_new.pop(0)
-        optimizer = ref()
+        new = self.new[0]
+        try:
+            return self._guard_new(new.ref(), new.names)
+        finally:
+            if new in self.new:  # else a framework's loop guards it
+                self.new.remove(new)
+
+    def _guard_new(self, optimizer: Optimizer | None, names: Mapping[int, str]) -> HostedStep | None:
         if optimizer is None or not parameters_of(optimizer):
             return None
         if has_guard(optimizer) or is_claimed(optimizer):
@@ -162,7 +174,8 @@ class Registry:
         self._introduce(hosted)
         vars(optimizer)[_ATTRIBUTE] = hosted
         self._networks[hosted] = _network_name(hosted, names)
-        self._entries.append((weakref.ref(hosted), hosted.parts.journal))
+        with self._changing:
+            self._entries.append((weakref.ref(hosted), hosted.parts.journal))
         self._tell_networks()
         return hosted
 
@@ -196,8 +209,8 @@ class Registry:
     def _trains_one_of_several(self, optimizer: Optimizer) -> bool:
         """Whether other optimizers train other modules, so that names must say which one is meant."""
         own = _identities(owners(parameters_of(optimizer), self.live_modules))
-        others = [*self._models_of_new, *(_identities(hosted.roots) for hosted in self.hosted_steps)]
-        return any(other - own for other in others)
+        new = [new.models for new in self.new if new.ref() is not optimizer]
+        return any(other - own for other in [*new, *(_identities(hosted.roots) for hosted in self.hosted_steps)])
 
     def _trained(
         self, optimizer: Optimizer, names: Mapping[int, str], *, among_others: bool
@@ -222,7 +235,8 @@ class Registry:
         new.take_over(hosted)
         self._networks[new] = self._networks.get(hosted, "")
         vars(hosted.optimizer)[_ATTRIBUTE] = new
-        self._entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._entries]
+        with self._changing:
+            self._entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._entries]
         self._tell_networks()
         return new
 
@@ -258,9 +272,8 @@ class Registry:
         is_first, self.has_guard = not self.num_optimizers, True
         self.num_optimizers += len(loop.optimizers)
         self._loops.append(loop)
-        kept = [place for place, (ref, _) in enumerate(self.new) if not _is_in(ref(), loop.optimizers)]
-        self.new = [self.new[place] for place in kept]
-        self._models_of_new = [self._models_of_new[place] for place in kept]
+        for new in [new for new in self.new if _is_in(new.ref(), loop.optimizers)]:
+            self.new.remove(new)
         return is_first
 
     def _release(self, loop: HostedLoop) -> None:

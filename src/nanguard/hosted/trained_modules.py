@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.state.names import unwrapped
-from nanguard.step.optimizers import SkippableOptimizers
 
 
 class TrainedModules(nn.Module):
@@ -77,14 +73,6 @@ def without_copies(roots: list[nn.Module], used: Container[int]) -> list[nn.Modu
     owned = {id(param) for root in plain if id(root) in used for param in root.parameters()}
     copies = [root for root in roots if isinstance(root, torch.jit.ScriptModule)]
     return plain + [copy for copy in copies if any(id(param) not in owned for param in copy.parameters())]
-
-
-def has_guard(optimizer: Optimizer) -> bool:
-    """Whether a ``Guard`` that the program has made drives it."""
-    if "nanguard.guard" not in sys.modules:
-        return False
-    all_skippable = (each for each in gc.get_objects() if type(each) is SkippableOptimizers)
-    return any(each is optimizer for skippable in all_skippable for each in skippable.optimizers)
 
 
 def trained_modules_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from nanguard import _compat
+from nanguard.state.live_objects import live_objects
 from nanguard.state.names import plain_name
 
 Kind = Literal["parameter", "buffer"]
@@ -30,8 +30,7 @@ class Held:
 
 def held_by_module(storage: int) -> Held | None:
     """The tensor with this ``storage_key``. None if no module that is alive holds one. Slow: looks at all objects."""
-    # type() and not isinstance, which asks proxies for their class: some of them then do something.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _is_made(each)]
+    modules = [module for module in live_objects(nn.Module) if _is_made(module)]
     for module in modules:
         for kind, name, tensor in _tensors(module):
             if _compat.storage_key(tensor) == storage:

@@ -91,7 +91,7 @@ def assemble(
     if scales:
         _check_scaling(model)
 
-    skippable = skippable or SkippableOptimizers(optimizers)
+    skippable = skippable or SkippableOptimizers.of_guard(optimizers)
     clipper = Clipper(clip, max_norm, device)
     ranks = ranks or Ranks(model, device, process_group)
     buffers = Undo(device)

@@ -7,6 +7,7 @@ others the host has to decide whether to call ``step()`` at all, which costs one
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from nanguard import _compat
 from nanguard.errors import ProtocolError
 from nanguard.state.optimizer_traits import traits_of
 
+_OF_GUARD = "_nanguard_guard"
+"""Of an optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
+
 
 class SkippableOptimizers:
     """The guarded optimizers."""
@@ -23,6 +27,14 @@ class SkippableOptimizers:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self._has_stepped = False
+
+    @classmethod
+    def of_guard(cls, optimizers: Sequence[Optimizer]) -> SkippableOptimizers:
+        """Of a ``Guard`` that the program has made: ``nanguard run`` leaves them alone as long as there is one."""
+        made = cls(optimizers)
+        for optimizer in made.optimizers:
+            vars(optimizer)[_OF_GUARD] = weakref.ref(made)
+        return made
 
     @property
     def skips_on_device(self) -> bool:
@@ -100,6 +112,12 @@ class SkippableOptimizers:
         for optimizer, number in zip(self.optimizers, num_states, strict=True):
             for param in list(optimizer.state)[number:]:
                 del optimizer.state[param]
+
+
+def has_guard(optimizer: Optimizer) -> bool:
+    """Whether a ``Guard`` that the program has made drives it."""
+    ref = vars(optimizer).get(_OF_GUARD)
+    return ref is not None and ref() is not None
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
