@@ -35,12 +35,16 @@ Ranks = Callable[["Case"], list[Result]]
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario with its options. All cases of one world size share a launch, since starting takes seconds."""
+    """A scenario with its options. All cases of one world size share a launch, since starting takes seconds.
+
+    Those ``of_campaign`` are launched by ``--campaign`` only.
+    """
 
     world: int
     place: int
     scenario: str
     options: dict[str, Any] = field(hash=False)
+    of_campaign: bool = False
 
     def __str__(self) -> str:
         return ", ".join([f"{self.world} ranks", *(f"{k} {v}" for k, v in self.options.items())])
@@ -53,14 +57,14 @@ class Cases:
         self._scenarios = scenarios
         self._cases: dict[int, list[Case]] = {}
 
-    def __call__(self, scenario: str, *, world: int = 2, **options: Any) -> Case:
+    def __call__(self, scenario: str, *, world: int = 2, of_campaign: bool = False, **options: Any) -> Case:
         there = self._cases.setdefault(world, [])
-        there.append(Case(world, len(there), scenario, options))
+        there.append(Case(world, len(there), scenario, options, of_campaign))
         return there[-1]
 
-    def launcher(self, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    def launcher(self, request: pytest.FixtureRequest) -> Ranks:
         """What each rank has to say of a case. Fails, with the words of all ranks, where one has nothing to say."""
-        root = tmp_path_factory.getbasetemp()
+        root, is_campaign = request.getfixturevalue("tmp_path_factory").getbasetemp(), request.config.option.campaign
         root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # all workers share a launch
 
         def look_up(one: Case) -> list[Result]:
@@ -69,7 +73,7 @@ class Cases:
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not (folder / "done").exists():
-                    self._launch(one.world, folder)
+                    self._launch(one.world, folder, is_campaign=is_campaign)
                     (folder / "done").touch()
             paths = [folder / f"{one.place}.rank{rank}.json" for rank in range(one.world)]
             answers = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
@@ -82,10 +86,10 @@ class Cases:
 
         return look_up
 
-    def _launch(self, world: int, folder: Path) -> None:
-        """Runs all cases of one world size."""
-        cases = [(one.scenario, one.options) for one in self._cases[world]]
-        (folder / "cases.json").write_text(json.dumps(cases))
+    def _launch(self, world: int, folder: Path, *, is_campaign: bool) -> None:
+        """Runs the cases of one world size."""
+        wanted = [one for one in self._cases[world] if is_campaign or not one.of_campaign]
+        (folder / "cases.json").write_text(json.dumps([(one.place, one.scenario, one.options) for one in wanted]))
         # The launcher takes a free port by itself, and only the loopback interface is used.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(world), "--max-restarts", "1", str(WORKER), str(folder), self._scenarios]
@@ -114,8 +118,12 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     process.wait()
 
 
-def cases(*made: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("one", made, ids=str)
+def cases(*made: Case) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("one", [pytest.param(one, marks=marks_of(one), id=str(one)) for one in made])
+
+
+def marks_of(one: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.campaign] if one.of_campaign else []
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -361,8 +361,8 @@ case = Cases("speaking")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return case.launcher(tmp_path_factory)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return case.launcher(request)
 
 
 @pytest.mark.campaign

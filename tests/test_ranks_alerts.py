@@ -15,8 +15,8 @@ UNWATCHED = case("grows_on_one_rank", sync="late", acts=False, watched="none")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return case.launcher(tmp_path_factory)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return case.launcher(request)
 
 
 @cases(*(case("grows_on_one_rank", sync=sync, acts=True) for sync in ("eager", "late")))

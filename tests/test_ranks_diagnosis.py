@@ -17,8 +17,8 @@ case = Cases("diagnosing")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return case.launcher(tmp_path_factory)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return case.launcher(request)
 
 
 def assert_alike(results: list[Result], *, is_wrapped: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launching import Case, Cases, Ranks, Result, cases, changed, needs_gloo, without_statistics
+from launching import Case, Cases, Ranks, Result, cases, changed, marks_of, needs_gloo, without_statistics
 
 pytestmark = needs_gloo
 
@@ -18,8 +18,8 @@ case = Cases("climbing")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return case.launcher(tmp_path_factory)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return case.launcher(request)
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -65,7 +65,12 @@ def pairs(scenario: str, **options: Any) -> dict[str, Case]:
 
 
 def both_ways(*made: dict[str, Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("pair", made, ids=lambda pair: str(pair["eager"]).replace(", sync eager", ""))
+    def named(pair: dict[str, Case]) -> str:
+        return str(pair["eager"]).replace(", sync eager", "")
+
+    return pytest.mark.parametrize(
+        "pair", [pytest.param(pair, marks=marks_of(pair["eager"]), id=named(pair)) for pair in made]
+    )
 
 
 # ---- going back ----------------------------------------------------------------------------------------------------
@@ -73,7 +78,7 @@ def both_ways(*made: dict[str, Case]) -> pytest.MarkDecorator:
 
 @both_ways(
     *(
-        pairs("rolls_back", into=into, name=name, data=data, at=at)
+        pairs("rolls_back", into=into, name=name, data=data, at=at, of_campaign=at == 15)
         for into, name, data, at in (
             ("weight", "out.weight", "sampler", 24),
             ("weight", "inp.bias", "lists", 15),
@@ -83,7 +88,7 @@ def both_ways(*made: dict[str, Case]) -> pytest.MarkDecorator:
     ),
     pairs("rolls_back", into="weight", name="out.weight", data="sampler", style="own loop"),
     pairs("rolls_back", into="weight", name="out.weight", data="sampler", accumulate=2, at=12),
-    pairs("rolls_back", into="weight", name="out.weight", data="lists", precision="fp16"),
+    pairs("rolls_back", into="weight", name="out.weight", data="lists", precision="fp16", of_campaign=True),
 )
 def test_damage_on_one_rank_takes_both_back_and_leaves_nothing(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
@@ -145,8 +150,8 @@ def test_harder_data_on_one_rank_only_are_no_divergence_on_any(ranks: Ranks, pai
 
 @both_ways(
     pairs("overflows_for_good", scope="module"),
-    pairs("overflows_for_good", scope="module", ddp={"gradient_as_bucket_view": True}),
-    pairs("overflows_for_good", scope="module", ddp={"static_graph": True}),
+    pairs("overflows_for_good", scope="module", ddp={"gradient_as_bucket_view": True}, of_campaign=True),
+    pairs("overflows_for_good", scope="module", ddp={"static_graph": True}, of_campaign=True),
     pairs("overflows_for_good", scope="model"),
 )
 def test_data_of_one_rank_that_fp16_cannot_hold_raise_the_same_on_both(ranks: Ranks, pair: dict[str, Case]) -> None:
@@ -164,7 +169,7 @@ def test_data_of_one_rank_that_fp16_cannot_hold_raise_the_same_on_both(ranks: Ra
     assert_same_either_way(ranks(pair["eager"]), ranks(pair["late"]))
 
 
-@both_ways(pairs("casts"), pairs("casts", ddp={"gradient_as_bucket_view": True}))
+@both_ways(pairs("casts"), pairs("casts", ddp={"gradient_as_bucket_view": True}, of_campaign=True))
 def test_half_weights_are_cast_on_both_ranks_and_gradients_still_averaged(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
         results = ranks(one)
@@ -179,9 +184,9 @@ def test_half_weights_are_cast_on_both_ranks_and_gradients_still_averaged(ranks:
 
 @both_ways(
     pairs("tries_in_vain", model="TinyNet", precision="bf16"),
-    pairs("tries_in_vain", model="Centering", precision="bf16"),
-    pairs("tries_in_vain", model="TinyNet", precision="fp16"),
-    pairs("tries_in_vain", model="TinyNet", precision="bf16", ddp={"static_graph": True}),
+    pairs("tries_in_vain", model="Centering", precision="bf16", of_campaign=True),
+    pairs("tries_in_vain", model="TinyNet", precision="fp16", of_campaign=True),
+    pairs("tries_in_vain", model="TinyNet", precision="bf16", ddp={"static_graph": True}, of_campaign=True),
     pairs("tries_in_vain", model="Branching", precision="bf16", ddp={"find_unused_parameters": True}),
 )
 def test_rungs_that_were_tried_in_vain_leave_no_trace_on_any_rank(ranks: Ranks, pair: dict[str, Case]) -> None:
@@ -213,7 +218,7 @@ def test_the_learning_rate_goes_down_and_comes_back_at_the_same_steps(ranks: Ran
 
 
 @both_ways(
-    *(pairs("bad_data", value=value) for value in ("nan", "inf", "large")),
+    *(pairs("bad_data", value=value, of_campaign=value == "inf") for value in ("nan", "inf", "large")),
     pairs("bad_data", value="nan", style="own loop"),
 )
 def test_bad_data_of_one_rank_are_known_to_both(ranks: Ranks, pair: dict[str, Case]) -> None:
@@ -320,7 +325,7 @@ def test_where_one_rank_has_no_memory_for_snapshots_all_decide_without(ranks: Ra
 
 @both_ways(
     *(
-        pairs("torn_and_resumed", data=data, lost=lost)
+        pairs("torn_and_resumed", data=data, lost=lost, of_campaign=lost == "nothing")
         for data, lost in (("sampler", "nothing"), ("sampler", "newest torn"), ("lists", "newest"))
     ),
     pairs("torn_and_resumed", data="lists", lost="newest", keep=1),

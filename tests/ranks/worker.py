@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -36,8 +37,10 @@ def main(folder: Path, scenarios: Any) -> None:
     torch.set_num_threads(1)
     cases = json.loads((folder / "cases.json").read_text())
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    first = killed(folder, len(cases)) if restart else 0
-    for number, (scenario, options) in list(enumerate(cases))[first:]:
+    first = killed(folder) if restart else 0
+    for number, scenario, options in cases:
+        if number < first:
+            continue
         faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
         os.environ["CASE_FOLDER"] = str(folder / f"{number}.files")  # the same for all ranks, and after a restart
         store = f"file://{folder}/{number}.{restart}.store"
@@ -54,9 +57,9 @@ def main(folder: Path, scenarios: Any) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def killed(folder: Path, none: int) -> int:
-    """The number of the case that has ended its process on purpose, and left a mark in its folder."""
-    return next((int(mark.parent.stem) for mark in folder.glob("*.files/killed")), none)
+def killed(folder: Path) -> float:
+    """The number of the case that has ended its process on purpose, and left a mark in its folder; Inf if none has."""
+    return next((int(mark.parent.stem) for mark in folder.glob("*.files/killed")), math.inf)
 
 
 def write(path: Path, answer: dict[str, Any]) -> None:

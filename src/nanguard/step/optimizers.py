@@ -17,8 +17,7 @@ from nanguard import _compat
 from nanguard.errors import ProtocolError
 from nanguard.state.optimizer_traits import traits_of
 
-_OF_GUARD = "_nanguard_guard"
-"""Of an optimizer: torch leaves such attributes out of copies, pickles and ``state_dict``."""
+_GUARDED: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SkippableOptimizers]] = weakref.WeakKeyDictionary()
 
 
 class SkippableOptimizers:
@@ -33,7 +32,7 @@ class SkippableOptimizers:
         """Of a ``Guard`` that the program has made: ``nanguard run`` leaves them alone as long as there is one."""
         made = cls(optimizers)
         for optimizer in made.optimizers:
-            vars(optimizer)[_OF_GUARD] = weakref.ref(made)
+            _GUARDED[optimizer] = weakref.ref(made)
         return made
 
     @property
@@ -116,7 +115,7 @@ class SkippableOptimizers:
 
 def has_guard(optimizer: Optimizer) -> bool:
     """Whether a ``Guard`` that the program has made drives it."""
-    ref = vars(optimizer).get(_OF_GUARD)
+    ref = _GUARDED.get(optimizer)
     return ref is not None and ref() is not None
 
 
