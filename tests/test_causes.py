@@ -649,7 +649,7 @@ def a_decomposition_of_equals(h):
 # ---- what single functions do --------------------------------------------------------------------------------------
 
 
-@program("ctc_inf", "ctc_loss", "a target is longer than its input allows")
+@program("ctc_inf", "ctc_loss", "a target is too long for its input")
 def an_alignment_that_does_not_exist(h):
     logs = h.log_softmax(-1)[:, None]
     return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]))  # guilty

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import nanguard
 from helpers import build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard.testing import Fault, inject
-from optimizers import ALL, FUSED
+from optimizers import ALL, FUSED, NOT_FUSED
 
 FAULTS = ("loss", "forward", "backward", "gradient")
 STYLES = ("step", "own loop")
@@ -88,8 +88,14 @@ def check_one(make: Any, precision: Any, sync: Any, accumulate: int, fault: str,
     assert torch.equal(rng, torch.get_rng_state()), "random numbers as a plain loop leaves them"
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.campaign), "fp16"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=[] if precision in usual else pytest.mark.campaign)
+        for names, usual in ((NOT_FUSED, ("fp32",)), (FUSED, ("fp32", "fp16")))
+        for name, precision in itertools.product(names, ("fp32", "bf16", "fp16"))
+    ],
+)
 def test_a_bad_step_changes_nothing(name: str, precision: str) -> None:
     for accumulate, fault, style in itertools.product((1, 4), FAULTS, STYLES):
         check_one(ALL[name], precision, "eager", accumulate, fault, style)

@@ -134,7 +134,7 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if not _compat.is_recording() and monitor.taper.is_begun:
+            if not _compat.is_recording() and monitor.taper.is_begun and not monitor.is_idle:
                 monitor.taper.stop()  # before torch tells its modes of this call: inside it they cannot be left
             original(tensor, *args, **kwargs)
 

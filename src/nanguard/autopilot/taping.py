@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.state.rng import RngState
+from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape, Made, Unseen
 from nanguard.step.tape_recorder import TapeRecorder
 
@@ -28,12 +30,16 @@ class ProgramTape(TapeRecorder):
         super().__init__(note, "cpu")
         self._is_wanted = is_wanted
         self.goes_on_after_backward = False
-        """Whether the program computes a loss between two backward passes of a step, as policy gradients do."""
+        """Whether the program computes something between two backward passes of a step: a loss, or a micro-batch."""
 
     def follow(self, coordinator: StepCoordinator, *, is_alone: bool) -> None:
-        """Writes to the tape of the current iteration, or of the next one if that has begun already."""
+        """Writes to the tape of the current iteration, or of the next one if that has begun already.
+
+        After a step that was refused, the next may fail by what was computed before it: epochs of PPO share advantages.
+        """
         if self._is_wanted:
-            self.begin(coordinator.tape_to_write(), keeps_older=not is_alone)
+            is_refused = coordinator.iteration.refused
+            self.begin(coordinator.tape_to_write(), keeps_older=not is_alone or is_refused, is_refused=is_refused)
 
     @property
     def has_raised(self) -> bool:
@@ -43,7 +49,11 @@ class ProgramTape(TapeRecorder):
     def before_call(self) -> None:
         """The model is about to be called to train. What cannot be made again of what came before counts as data."""
         tape = self.tape
-        if tape is None or tape.is_settled or not self.is_own():
+        if tape is None or not self.is_own():
+            return
+        if tape.losses:  # the program accumulates gradients
+            self.goes_on_after_backward = True
+        if tape.is_settled:
             return
         tape.is_settled = True
         gone = tape.unrepeatable() if tape.rows else ()
@@ -56,15 +66,24 @@ class ProgramTape(TapeRecorder):
         """The model is about to be called without gradients.
 
         A few such calls may be for this step, as in ``target = reward + gamma * model(following)``. More are an
-        evaluation: what came before was for this, and is not held.
+        evaluation, or an agent that plays: what came before was for this, and is not held. What comes after the last of
+        them may be for this step again, as the advantages in PPO.
         """
         tape = self.tape
         if tape is None or tape.is_settled or tape.losses or not self.is_own():
             return
         tape.num_evaluations += 1
-        if tape.num_evaluations <= _MOST_EVALUATIONS:
-            return
-        self.stop()
+        if tape.num_evaluations > _MOST_EVALUATIONS:
+            self._begin_anew(tape)
+
+    def after_module(self, call: Call, made: list[Tensor]) -> None:
+        tape = self.tape
+        if tape is None or tape.is_settled or tape.num_evaluations <= _MOST_EVALUATIONS or torch.is_grad_enabled():
+            super().after_module(call, made)
+        else:
+            self._begin_anew(tape)
+
+    def _begin_anew(self, tape: CallTape) -> None:
         tape.rows.clear()
         self._marks, self._outside = {}, {}
 

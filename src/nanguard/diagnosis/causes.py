@@ -88,7 +88,7 @@ _BY_ORIGIN = (
     CauseRow(
         name="ctc_inf",
         title="CTC target that cannot be aligned",
-        fix="leave out targets longer than their inputs, or pass zero_infinity=True",
+        fix="leave out targets that are too long (a repeated label needs one frame more), or pass zero_infinity=True",
         helps=("skip", "fix_data", "fix_code"),
         rule=rules.ctc,
     ),
@@ -219,7 +219,7 @@ _BY_VALUE = (
     CauseRow(
         name="zero_over_zero",
         title="zero divided by zero",
-        fix="clamp the denominator: x / y.clamp(min=eps), or leave such entries out",
+        fix="clamp the denominator: y.clamp(min=eps), or max(y, eps) for a number; skip what has no elements",
         rule=rules.loss_over_nothing,
     ),
 )

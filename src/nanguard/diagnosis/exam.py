@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.trace import Trace
@@ -64,10 +65,14 @@ class Exam:
         return micros[self.run.microbatch].batch if micros else self.pending.last_seen
 
     def samples_of(self, event: TraceEvent) -> tuple[int, ...]:
-        """The bad indices of the first dimension; empty if that is not the batch dimension."""
-        num, shape = num_samples_of(self.batch(), self.pending.fetched), event.note.shape
-        num = None if is_one_sample(self.run.trace) else num
-        return event.evidence.samples if num is not None and shape and shape[0] == num else ()
+        """The bad indices of the first dimension; empty if that is not the batch dimension.
+
+        One of size 1 may be that of the layers, as in the hidden state of an LSTM, if no loader has given the batch.
+        """
+        fetched, shape = self.pending.fetched, event.note.shape
+        num = None if is_one_sample(self.run.trace) else num_samples_of(self.batch(), fetched)
+        is_batch = num is not None and shape[:1] == (num,) and (num > 1 or bool(fetched))
+        return event.evidence.samples if is_batch else ()
 
     def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:
         """The indices of samples of the batch in the dataset, empty if they are not known."""
@@ -85,7 +90,7 @@ class Exam:
         largest: dict[str, Note] = {}
         bad: set[str] = set()
         for note in self.run.trace.notes:
-            if note.phase != "forward" or not note.dtype:
+            if note.phase != "forward" or not note.dtype or note.op in MEMORY:
                 continue
             if not note.look.is_finite:
                 largest.setdefault(note.module, note)

@@ -15,6 +15,10 @@ LIFTS = ("lift", "lift_fresh")
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_", "set_")
 """Ops that do not read what they write to."""
 
+_SHAPED = frozenset(f"{name}_like" for name in ("ones", "zeros", "full", "rand", "randn", "randint"))
+_SHAPED |= frozenset(("new_ones", "new_zeros", "new_full"))
+"""Ops that take nothing but the shape of what they are given."""
+
 
 MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
 """Ops that give memory that nothing was written to yet."""
@@ -49,7 +53,7 @@ def plan_of(func: Any) -> Plan:
         is_pointwise=torch.Tag.pointwise in func.tags,
         arguments=tuple(a.name for a in arguments),
         is_empty=name in MEMORY,
-        unread=("self",) if name in _OVERWRITES else tuple(a.name for a in arguments if a.is_out),
+        unread=("self",) if name in _OVERWRITES or name in _SHAPED else tuple(a.name for a in arguments if a.is_out),
     )
 
 

@@ -34,7 +34,7 @@ _GREW, _ROSE = 8.0, 50.0
 _ABSURD, _SANE = 1e12, 1e4
 """Training does not make one parameter larger than the first while most others are below the second."""
 
-_FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE = 3, 1000.0, 100.0
+_FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE = 3, 1000.0, 5.0
 """If parameters grow by this factor within so few steps from the start, the learning rate is to blame.
 
 The smaller factor is enough if the learning rate is 1 or more.
@@ -98,6 +98,7 @@ class Jump:
     now: float
     num: int
     first_norm: float
+    rates: Sequence[float]
 
     @property
     def growth(self) -> float:
@@ -106,9 +107,9 @@ class Jump:
 
     @property
     def rate(self) -> float:
-        """The largest learning rate of its optimizer."""
-        groups = self.state.optimizer_of(self.name).param_groups
-        return max((float(group.get("lr", 0.0)) for group in groups), default=0.0)
+        """The largest learning rate of these steps; that of now if the readings do not know it."""
+        now = [group.get("lr", 0.0) for group in self.state.optimizer_of(self.name).param_groups]
+        return max(map(float, self.rates or now), default=0.0)
 
 
 def _jump(exam: Exam) -> Jump | None:
@@ -120,9 +121,10 @@ def _jump(exam: Exam) -> Jump | None:
         if sizes is None or not 0 < num <= _FIRST_STEPS:
             continue
         before, norm = sizes.read(), next((max(reading.norms) for reading in readings if reading.norms), 0.0)
+        rates = [rate for reading in readings for rate in reading.lrs if rate is not None]
         for name, parameter in parts.state.parameters().items():
             then, now = before.get(name, math.nan), largest(parameter.detach())
-            jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm)
+            jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm, rates=rates)
             if jump.growth >= (_JUMPED if jump.rate < 1 else _JUMPED_BY_RATE) and (
                 best is None or jump.growth > best.growth
             ):

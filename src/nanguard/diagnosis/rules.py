@@ -134,7 +134,7 @@ def given(case: Case) -> Found:
 def ctc(case: Case) -> Found:
     if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
         return None
-    return "ctc_inf", "no alignment exists: a target is longer than its input allows, and the loss of it is infinite"
+    return "ctc_inf", "no alignment exists: a target is too long for its input, and the loss of it is infinite"
 
 
 def discarded(case: Case) -> Found:

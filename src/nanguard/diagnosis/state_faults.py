@@ -57,7 +57,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         op=user.name if user else "",
         module=user.module if user else "",
         source=source_of(user.place) if user else None,
-        dtype=plain_dtype(event.note.dtype),
+        dtype=plain_dtype(user.dtype if user and user.dtype else event.note.dtype),
         shape=event.note.shape,
         samples=exam.samples_of(event),
         confidence="certain",

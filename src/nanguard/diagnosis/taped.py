@@ -58,6 +58,7 @@ class TapedRun:
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         made: dict[int, list[Tensor]] = {}
+        cut: dict[int, Tensor] = {}  # one for all calls: a gradient may be asked for of what a module was given
 
         def value_of(token: Any) -> Any:
             if isinstance(token, Made):
@@ -68,7 +69,8 @@ class TapedRun:
                 generator.set_state(token.state)
                 return generator
             key = self._keys.get(id(token.tensor))
-            return token.tensor if key is None else batch[key]
+            value = token.tensor if key is None else batch[key]
+            return value if value.is_leaf else cut.setdefault(id(value), cut_off(value))
 
         for number, row in self.numbered:
             assert row is not None
@@ -206,9 +208,7 @@ def _at(row: Row) -> str:
 
 def _given_to_module(row: Row, value_of: Any) -> tuple[Any, Any]:
     def value(leaf: Any) -> Any:
-        if isinstance(leaf, Outside):
-            return cut_off(value_of(leaf))
-        return value_of(leaf) if isinstance(leaf, Made) else None
+        return value_of(leaf) if isinstance(leaf, (Made, Outside)) else None
 
     args, kwargs = mapped((row.args, row.kwargs), value)
     return args, kwargs

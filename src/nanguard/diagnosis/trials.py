@@ -158,14 +158,16 @@ class Trials:
         return replace(diagnosis, samples=tuple(suspects) if is_guilty else ())
 
     def _is_batch(self, num: int) -> bool:
-        """False if only one tensor of a taped step has so many rows, and none that a loader or the model was given."""
+        """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them."""
         micro = self._replay.pending.microbatches[self._microbatch]
         if not isinstance(micro.loss_fn, TapedRun):
             return True
         same = [tensor for tensor in tensors(micro.batch) if tensor.shape[:1] == (num,)]
         calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
         given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
-        return len(same) > 1 or bool(self._replay.pending.fetched) or any(t.shape[:1] == (num,) for t in given)
+        if given:
+            return bool(self._replay.pending.fetched) or any(t.ndim and t.shape[0] % num == 0 for t in given)
+        return len(same) > 1 or bool(self._replay.pending.fetched)
 
     def _bisected(self, num: int) -> list[int]:
         """Bisect the batch to one sample that is non-finite alone. Empty if it takes several together."""

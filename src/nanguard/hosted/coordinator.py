@@ -43,7 +43,7 @@ class StepCoordinator:
         self._fetched_next: list[FetchedBatch] = []
         self._losses_before: list[Tensor] = []
         self._refused_losses: deque[Tensor] = deque(maxlen=_MOST_REFUSED)
-        self._has_told = False  # of an error outside a step
+        self._has_told = False  # of an error that ends the host
 
     def _new_iteration(self, **noted: Any) -> Iteration:
         return Iteration(**noted, num_cleared=0 if self.hears_of_clearing else None)
@@ -201,7 +201,9 @@ class StepCoordinator:
         else:
             hosted = None if this.stepped or error is None else self._trained_by(this.tape)
         if hosted is not None:
+            num_incidents = len(hosted.parts.journal.incidents)
             hosted.end(this, error, taper, [*self._losses_before, *self._refused_losses])
+            self._has_told = self._has_told or len(hosted.parts.journal.incidents) > num_incidents
         elif error is not None and not self._has_told and (finding := given_nan(error)) is not None:
             for each in self._hosted_steps()[:1]:
                 self._has_told = True
@@ -226,6 +228,7 @@ class StepCoordinator:
         others = [each for each in others if each is not hosted]
         if any(each.thread not in (None, hosted.thread) for each in others):  # autograd may be writing to theirs
             others = [each for each in others if each.thread == hosted.thread]
+        others = [each for each in others if each.stepped_together is None or id(hosted) in each.stepped_together]
         if hosted.stepped_together is not None:
             others = [each for each in others if id(each) in hosted.stepped_together]
         elif len(others) > _FEW:  # not known yet: those whose modules were called as well

@@ -56,6 +56,7 @@ class Iteration:
         pending.microbatches = list(self.reruns)
         pending.tape = self.tape if self.tape.losses else None
         pending.fetched = list(self.fetched)
+        pending.others = tuple(self.noted)
 
     @property
     def has_begun(self) -> bool:

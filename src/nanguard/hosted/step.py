@@ -33,6 +33,7 @@ from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.state.names import layers
 from nanguard.state.optimizer_traits import traits_of
+from nanguard.state.training_modes import TrainingModes
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
@@ -109,9 +110,8 @@ class HostedStep(UncheckedSteps):
         self.parts.fp32_fix = settings.fp32_fix
         self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(numbers)
-        is_asked = shares or traits_of(optimizer).needs_closure
-        if was_skipped is not None and ranks.size > 1:  # a host that asks on one rank alone would wait for the others
-            is_asked = True
+        would_wait = was_skipped is not None and ranks.size > 1  # a host that asks on one rank alone, for the others
+        is_asked = shares or traits_of(optimizer).needs_closure or would_wait
         self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
         self.engine, self.recovery = make_engine(
             self.parts,
@@ -143,8 +143,8 @@ class HostedStep(UncheckedSteps):
         self.clipping = ProgramClipping(optimizer, device)
         self._num_params = sum(len(group) for group in self.skippable.groups())
         self.grad_scaler: Any = None
-        self._are_scaled = False
-        self.has_called = False  # a module, since the step was opened
+        self._are_scaled = self.has_called = False  # ``has_called``: a module, since the step was opened
+        self._are_training: list[bool] = []  # the outermost modules, at their last call
 
     def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
         """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
@@ -200,9 +200,12 @@ class HostedStep(UncheckedSteps):
         if self.clipping.is_noted:
             self.clipping.forget()
         has_called, self.has_called = self.has_called, True
+        were_training, self._are_training = self._are_training, [root.training for root in self.roots]
         if not is_first:
             if parts.buffers.is_used:
                 parts.last_forward.follow_()
+            if self._are_training != were_training and not any(were_training):  # the first call was an evaluation
+                pending.training = TrainingModes(parts.modules)
             return
         if parts.last_forward.is_on:
             parts.last_forward.mend_in_any_case_()

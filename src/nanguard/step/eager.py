@@ -125,6 +125,8 @@ class Eager:
             parts.journal.record(Outcome(verdict=verdict, action=Action(response="back_off"), applied=False))
             return
         pending.verdict = verdict
+        for other in pending.others:
+            other.put_back()
         if not pending.is_put_off:
             self.answer(pending)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +57,13 @@ class StepEvidence(Protocol):
 
     def add_to(self, pending: PendingStep) -> None:
         """Sets its ``calls``, ``tape``, ``microbatches`` and whatever else is known of it."""
+
+
+class Noted(Protocol):
+    """A network whose buffers were noted."""
+
+    def put_back(self) -> None:
+        """Puts its buffers back to what they were when they were noted."""
 
 
 class OnDevice(NamedTuple):
@@ -119,6 +126,8 @@ class PendingStep:
     tape: CallTape | None = None
     live: Any = None
     graph_finding: Any = None
+    others: Sequence[Noted] = ()
+    """Networks that others train and that this step has called: their buffers are put back before it is examined."""
     evidence: StepEvidence | None = None
     """Has what is needed to examine the step, if it is not here yet: a sound step does without."""
 
@@ -137,6 +146,7 @@ class PendingStep:
         """It is over: holds no batch any more."""
         self.calls, self.microbatches = [], []
         self.last_seen = self.tape = self.evidence = None
+        self.others = ()
 
     @property
     def is_measured(self) -> bool:

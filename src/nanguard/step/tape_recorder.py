@@ -73,12 +73,15 @@ class TapeRecorder(SwitchedMode):
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
-    def begin(self, tape: CallTape, *, keeps_older: bool = False) -> None:
-        """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made."""
+    def begin(self, tape: CallTape, *, keeps_older: bool = False, is_refused: bool = False) -> None:
+        """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made.
+
+        ``is_refused`` says that the step before was: of several such steps in a row the first tape is kept.
+        """
         if self.is_begun and self._thread != threading.get_ident():
             return
         if tape is not self.tape:
-            self._turn_to(tape, keeps_older=keeps_older)
+            self._turn_to(tape, keeps_older=keeps_older, is_refused=is_refused)
         if self.is_begun:
             self._enter()  # a module that was called has raised
             return
@@ -114,9 +117,10 @@ class TapeRecorder(SwitchedMode):
         self._listens_for_good = self._hears_functions = False
         FUNCTION_CALLS.remove(self)
 
-    def _turn_to(self, tape: CallTape, *, keeps_older: bool) -> None:
-        self._older = None
-        if keeps_older and self.tape is not None:
+    def _turn_to(self, tape: CallTape, *, keeps_older: bool, is_refused: bool) -> None:
+        if not is_refused:
+            self._older = None
+        if keeps_older and self.tape is not None and self._older is None:
             alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
             self._older = (self.tape, alive) if alive else None
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
@@ -286,7 +290,7 @@ class TapeRecorder(SwitchedMode):
             if self.tape is not None and self.tape.transformed is None:
                 self.tape.transformed = self._next
             return Unseen()
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and id(tensor) not in self._outside:  # a module may have been given it
             return Unseen()
         return self._from_outside(tensor)
 

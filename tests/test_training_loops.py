@@ -1,0 +1,331 @@
+"""Loops as people write them: an agent that plays, a GAN, slices of one tensor, a validation between two steps."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+from torch.optim import LBFGS, SGD, Adam
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanguard
+from helpers import NAN
+from nanguard.records.diagnosis import Diagnosis
+
+INF = float("inf")
+SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def line(mark: str) -> int:
+    """The number of the line that ends in this comment."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+
+
+def found_in(autopilot: Any) -> list[Diagnosis]:
+    return [incident.diagnosis for incident in autopilot.incidents]
+
+
+def place(found: Diagnosis) -> tuple[str, int | None]:
+    return found.op, None if found.source is None else found.source.line
+
+
+# ---- what is computed before the model is called ---------------------------------------------------------------------
+
+
+@SYNCS
+@pytest.mark.parametrize("rewards", ["equal", "one is NaN"])
+def test_what_an_agent_computes_after_it_has_played(sync: Any, rewards: str) -> None:
+    """It plays without gradients, for longer than a target would take, and then trains for some epochs."""
+    with nanguard.install(sync=sync) as autopilot:
+        actor = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.Softmax(-1))
+        optimizer = Adam(actor.parameters(), fused=True)
+        for update in range(4):
+            states, actions = torch.randn(10, 4), []
+            for state in states:
+                with torch.no_grad():
+                    actions.append(Categorical(actor(state)).sample())
+            given = [0.0 if rewards == "equal" and update == 2 else float(number % 3) for number in range(10)]
+            given[5] = NAN if rewards == "one is NaN" and update == 2 else given[5]
+            returns = torch.tensor(given)
+            returns = (returns - returns.mean()) / returns.std()  # normalised
+            for _ in range(3):
+                taken = Categorical(actor(states)).log_prob(torch.stack(actions))
+                loss = -(taken.exp() * returns.detach()).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    told = found_in(autopilot)
+    expected = {"equal": ("zero_over_zero", "div"), "one is NaN": ("input_nonfinite", "mean")}[rewards]
+    assert (told[0].cause, told[0].op) == expected
+    assert place(told[0])[1] == line("normalised")
+    if sync == "eager":  # later epochs fail by the same advantages; late, the host does not know that in time
+        assert [(each.cause, place(each)) for each in told] == [(told[0].cause, place(told[0]))] * 3
+
+
+@SYNCS
+def test_slices_of_a_batch_are_followed_from_the_second_step_on(sync: Any) -> None:
+    """Nothing says that a micro-batch begins, once the backward pass of the one before has ended."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(8, 8)
+        optimizer = Adam(model.parameters(), fused=True)
+        data = torch.randn(24, 8)
+        data[14] = NAN
+        for (batch,) in DataLoader(TensorDataset(data), batch_size=4):
+            optimizer.zero_grad()
+            for begin in (0, 2):
+                part = batch[begin : begin + 2]
+                noise = torch.randn_like(part)
+                noised = part.cos() + noise  # noised
+                (model(noised) - noise).pow(2).mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)) == ("input_nonfinite", ("cos", line("noised")))
+    assert (found.samples, found.dataset_indices) == ((2,), (14,))
+
+
+@SYNCS
+def test_a_gradient_by_an_input_that_is_no_leaf(sync: Any) -> None:
+    """Networks that solve equations: what they are given was made before the loop, and requires a gradient."""
+    with nanguard.install(sync=sync) as autopilot:
+        x = torch.rand(20, 1, dtype=torch.float64, requires_grad=True).float()
+        target = x.detach().sin()
+        target[7] = NAN
+        model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Adam(model.parameters(), fused=True)
+        for _ in range(3):
+            value = model(x)
+            (slope,) = torch.autograd.grad(value, x, torch.ones_like(value), create_graph=True)
+            loss = (target - value).pow(2).mean() + slope.pow(2).mean()  # residual
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert (found.cause, place(found), found.samples) == ("input_nonfinite", ("sub", line("residual")), (7,))
+
+
+def test_the_first_bad_pass_of_a_closure_is_examined() -> None:
+    """The line search goes on from it, and things overflow that were sound."""
+    with nanguard.install() as autopilot:
+        x = torch.rand(20, 1, dtype=torch.float64, requires_grad=True).float()
+        target = torch.randn(20, 1)
+        target[7] = NAN
+        model, scale = nn.Linear(1, 1), nn.Parameter(torch.tensor([-6.0]))
+        optimizer = LBFGS([*model.parameters(), scale], line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            value = model(x)
+            (slope,) = torch.autograd.grad(value, x, torch.ones_like(value), create_graph=True)
+            loss = (target - value).pow(2).mean() + (slope + scale.exp() * value).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert found_in(autopilot)[0].cause == "input_nonfinite"
+
+
+# ---- which pass, which sample ----------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(F.dropout(x, 0.5, training=self.training))  # dropped
+        return out
+
+
+@SYNCS
+def test_a_validation_between_two_steps_is_not_taken_for_the_pass_that_trains(sync: Any) -> None:
+    """With gradients on, as some programs have it. Dropout does nothing there, so the layer uses the data first."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = Dropping()
+        optimizer = Adam(model.parameters(), fused=True)
+        x, y = torch.randn(16, 8), torch.randint(3, (16,))
+        for step in range(4):
+            x[7] = NAN if step >= 2 else x[7]
+            model.train()
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            model.eval()
+            model(x)
+    assert {place(found)[0] for found in found_in(autopilot)} == {"mul"}
+
+
+def test_a_row_of_the_whole_data_is_no_sample_of_a_batch() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40))
+        optimizer = Adam(model.parameters())
+        sources, targets = torch.randint(2, 40, (48, 6)), torch.randint(2, 40, (48, 6))
+        sources[21] = 1
+        for begin in range(0, 48, 8):
+            source, target = sources[begin : begin + 8], targets[begin : begin + 8]
+            out = model(source)
+            scores = (out @ out.mT).masked_fill((source == 1)[:, None], -INF)
+            loss = F.cross_entropy((scores.softmax(-1) @ out).mT, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.samples) == ("masked_softmax_all_neg_inf", ())
+
+
+def test_the_first_dimension_of_a_hidden_state_is_no_batch() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.rnn, self.out = nn.Embedding(20, 8), nn.LSTM(8, 8), nn.Linear(8, 20)
+
+        def forward(self, tokens: Tensor, hidden: Any) -> Any:
+            values, hidden = self.rnn(self.embedding(tokens), hidden)
+            return self.out(values), hidden
+
+    with nanguard.install() as autopilot:
+        model = Model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        text, hidden = torch.randint(20, (31, 6)), (torch.zeros(1, 6, 8), torch.zeros(1, 6, 8))
+        for begin in (0, 10, 20):
+            hidden = (hidden[0].detach(), hidden[1].detach())
+            if begin == 20:
+                hidden[0][0, 3] = NAN
+            values, hidden = model(text[begin : begin + 10], hidden)
+            loss = F.cross_entropy(values.flatten(0, 1), text[begin + 1 : begin + 11].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.samples) == ("input_nonfinite", ())
+
+
+# ---- several networks ------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_a_generator_that_the_step_of_the_discriminator_has_spoiled() -> None:
+    """They were sound before the step, and are so again when it is examined."""
+    with nanguard.install() as autopilot:
+        generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        critic = nn.Linear(3, 1)
+        optimizers = [Adam(generator.parameters()), Adam(critic.parameters())]
+        all_labels = torch.rand(4, 8, 4)
+        all_labels[2, 5] = NAN
+        for labels in all_labels:
+            real = torch.randn(8, 3)
+            loss = -critic(real).mean() + F.mse_loss(critic(real), labels[:, :1])  # labelled
+            loss = loss + critic(generator(labels.clone()).detach()).mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizers[1].step()
+    _, found = found_in(autopilot)  # the first one is about what the generator returned
+    assert (found.cause, place(found)) == ("input_nonfinite", ("mse_loss", line("labelled")))
+    assert all(buffer.isfinite().all() for buffer in generator.buffers())
+
+
+def test_a_sound_step_is_made_after_a_bad_one_of_another_network() -> None:
+    """Nothing says that they belong together: the other one has stepped alone, before."""
+    with nanguard.install():
+        generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+        trains, judges = Adam(generator.parameters()), Adam(critic.parameters())
+        before = generator.weight.detach().clone()
+        real, noise = torch.full((8, 8), NAN), torch.rand(8, 4)
+        judges.zero_grad()
+        (critic(real).mean() - critic(generator(noise).detach()).mean()).backward()
+        judges.step()
+        trains.zero_grad()
+        critic(generator(noise)).mean().backward()
+        trains.step()
+    assert not torch.equal(before, generator.weight)
+
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [lambda e: -INF * torch.ones_like(e), lambda e: e.new_full(e.shape, 1.0) * -INF])
+def test_a_mask_may_be_a_product_with_an_infinity(mask: Any) -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(8, 8)
+        optimizer = Adam(model.parameters())
+        for step in range(3):
+            edges = torch.eye(16)
+            edges[3] = 0 if step == 1 else 1
+            hidden = model(torch.randn(16, 8))
+            scores = hidden @ hidden.mT
+            shares = torch.where(edges > 0, scores, mask(scores)).softmax(1)  # shares
+            optimizer.zero_grad()
+            (shares @ hidden).pow(2).mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)) == ("masked_softmax_all_neg_inf", ("softmax", line("shares")))
+
+
+def test_a_learning_rate_of_one_is_far_too_high_for_adam() -> None:
+    """The rate that is told is that of the steps that were made, not the one that has been set since."""
+    with nanguard.install() as autopilot:
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+        optimizer = Adam(model.parameters(), lr=0.0)
+        for step in range(2):
+            loss = model(torch.rand(16, 64)).abs().exp().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = 1.0 + step
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert found.cause == "learning_rate_too_high"
+    assert found.because.endswith("in 1 step of Adam with lr=1")
+
+
+def test_memory_that_is_filled_later_has_no_values() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Sequential(nn.Linear(4, 4), Filling())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loss = model(torch.zeros(8, 4)).sum().log()
+        loss.backward()
+        optimizer.step()
+    (found,) = found_in(autopilot)
+    assert found.trail
+    assert not any(stretch.op.startswith(("empty", "new_empty")) for stretch in found.trail)
+
+
+class Filling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = x.new_empty(64, 4).fill_(3e38).zero_()[:8]
+        return (x + noise) * 0
+
+
+# ---- errors of the program -------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_explained_once() -> None:
+    """Also if functions of the program have passed the NaN on."""
+
+    def likelihood(target: Tensor, mean: Tensor) -> Tensor:
+        return -Normal(mean, 1.0, validate_args=True).log_prob(target).mean()
+
+    with pytest.raises(ValueError, match="Expected parameter loc"), nanguard.install() as autopilot:
+        model = nn.Linear(4, 4)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        data = torch.randn(16, 4)
+        data[9] = NAN
+        for (x,) in DataLoader(TensorDataset(data), batch_size=4):
+            loss = likelihood(x, model(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.dataset_indices) == ("input_nonfinite", (9,))
