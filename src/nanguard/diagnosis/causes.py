@@ -219,7 +219,7 @@ _BY_VALUE = (
     CauseRow(
         name="zero_over_zero",
         title="zero divided by zero",
-        fix="clamp the denominator: y.clamp(min=eps), or max(y, eps) for a number; skip what has no elements",
+        fix="clamp the denominator, y.clamp(min=eps) or max(y, eps); skip what has no elements",
         rule=rules.loss_over_nothing,
     ),
 )
