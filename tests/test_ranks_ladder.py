@@ -87,7 +87,7 @@ def both_ways(*made: dict[str, Case]) -> pytest.MarkDecorator:
         )
     ),
     pairs("rolls_back", into="weight", name="out.weight", data="sampler", style="own loop"),
-    pairs("rolls_back", into="weight", name="out.weight", data="sampler", accumulate=2, at=12),
+    pairs("rolls_back", into="weight", name="out.weight", data="sampler", accumulate=2, at=12, of_campaign=True),
     pairs("rolls_back", into="weight", name="out.weight", data="lists", precision="fp16", of_campaign=True),
 )
 def test_damage_on_one_rank_takes_both_back_and_leaves_nothing(ranks: Ranks, pair: dict[str, Case]) -> None:
@@ -152,7 +152,7 @@ def test_harder_data_on_one_rank_only_are_no_divergence_on_any(ranks: Ranks, pai
     pairs("overflows_for_good", scope="module"),
     pairs("overflows_for_good", scope="module", ddp={"gradient_as_bucket_view": True}, of_campaign=True),
     pairs("overflows_for_good", scope="module", ddp={"static_graph": True}, of_campaign=True),
-    pairs("overflows_for_good", scope="model"),
+    pairs("overflows_for_good", scope="model", of_campaign=True),
 )
 def test_data_of_one_rank_that_fp16_cannot_hold_raise_the_same_on_both(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
@@ -187,7 +187,7 @@ def test_half_weights_are_cast_on_both_ranks_and_gradients_still_averaged(ranks:
     pairs("tries_in_vain", model="Centering", precision="bf16", of_campaign=True),
     pairs("tries_in_vain", model="TinyNet", precision="fp16", of_campaign=True),
     pairs("tries_in_vain", model="TinyNet", precision="bf16", ddp={"static_graph": True}, of_campaign=True),
-    pairs("tries_in_vain", model="Branching", precision="bf16", ddp={"find_unused_parameters": True}),
+    pairs("tries_in_vain", model="Branching", precision="bf16", ddp={"find_unused_parameters": True}, of_campaign=True),
 )
 def test_rungs_that_were_tried_in_vain_leave_no_trace_on_any_rank(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
@@ -219,7 +219,7 @@ def test_the_learning_rate_goes_down_and_comes_back_at_the_same_steps(ranks: Ran
 
 @both_ways(
     *(pairs("bad_data", value=value, of_campaign=value == "inf") for value in ("nan", "inf", "large")),
-    pairs("bad_data", value="nan", style="own loop"),
+    pairs("bad_data", value="nan", style="own loop", of_campaign=True),
 )
 def test_bad_data_of_one_rank_are_known_to_both(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
@@ -253,7 +253,7 @@ def test_gradients_that_are_bad_on_different_ranks_are_all_dropped_on_both(ranks
 
 @both_ways(
     pairs("climbs_to_the_top", style="step", data="sampler"),
-    pairs("climbs_to_the_top", style="own loop", data="lists"),
+    pairs("climbs_to_the_top", style="own loop", data="lists", of_campaign=True),
 )
 def test_both_ranks_climb_the_whole_ladder_alike_and_rank_0_writes_it_down(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():
@@ -325,10 +325,10 @@ def test_where_one_rank_has_no_memory_for_snapshots_all_decide_without(ranks: Ra
 
 @both_ways(
     *(
-        pairs("torn_and_resumed", data=data, lost=lost, of_campaign=lost == "nothing")
+        pairs("torn_and_resumed", data=data, lost=lost, of_campaign=lost != "newest torn")
         for data, lost in (("sampler", "nothing"), ("sampler", "newest torn"), ("lists", "newest"))
     ),
-    pairs("torn_and_resumed", data="lists", lost="newest", keep=1),
+    pairs("torn_and_resumed", data="lists", lost="newest", keep=1, of_campaign=True),
 )
 def test_what_one_rank_has_lost_no_rank_resumes_from(ranks: Ranks, pair: dict[str, Case]) -> None:
     for one in pair.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 import statistics
@@ -34,10 +35,10 @@ _GREW, _ROSE = 8.0, 50.0
 _ABSURD, _SANE = 1e12, 1e4
 """Training does not make one parameter larger than the first while most others are below the second."""
 
-_FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE = 3, 1000.0, 5.0
+_FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE, _JUMPED_BY_BOLD_RATE, _BOLD = 3, 1000.0, 100.0, 5.0, 100.0
 """If parameters grow by this factor within so few steps from the start, the learning rate is to blame.
 
-The smaller factor is enough if the learning rate is 1 or more.
+The second factor is enough if the learning rate is 1 or more, the third if it is also ``_BOLD`` times the default.
 """
 
 _LARGEST_NORM = 1e3
@@ -111,6 +112,15 @@ class Jump:
         now = [group.get("lr", 0.0) for group in self.state.optimizer_of(self.name).param_groups]
         return max(map(float, self.rates or now), default=0.0)
 
+    @property
+    def is_by_rate(self) -> bool:
+        """Whether the learning rate is to blame."""
+        if self.growth < _JUMPED_BY_BOLD_RATE or self.growth >= _JUMPED or self.rate < 1:
+            return self.growth >= _JUMPED
+        usual = inspect.signature(type(self.state.optimizer_of(self.name))).parameters.get("lr")
+        default = usual.default if usual is not None and isinstance(usual.default, (int, float)) else 0.0
+        return self.growth >= (_JUMPED_BY_BOLD_RATE if self.rate >= _BOLD * default else _JUMPED_BY_RATE)
+
 
 def _jump(exam: Exam) -> Jump | None:
     """The parameter that has grown most, of this network or of another one that the program trains. None if none."""
@@ -125,9 +135,7 @@ def _jump(exam: Exam) -> Jump | None:
         for name, parameter in parts.state.parameters().items():
             then, now = before.get(name, math.nan), largest(parameter.detach())
             jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm, rates=rates)
-            if jump.growth >= (_JUMPED if jump.rate < 1 else _JUMPED_BY_RATE) and (
-                best is None or jump.growth > best.growth
-            ):
+            if jump.is_by_rate and (best is None or jump.growth > best.growth):
                 best = jump
     return best
 
