@@ -8,7 +8,7 @@ from typing import Any
 
 
 def live_objects(kind: type) -> list[Any]:
-    """Also those of subclasses. Slow: looks at all objects, twice.
+    """Also those of subclasses, but not those that the program has frozen (``gc.freeze``). Slow: looks at all, twice.
 
     Python's C code holds all objects for a moment, in which no other thread runs; code of ours never does. Otherwise a
     tuple that another thread is making could have a second owner, and Python refuses to finish such a tuple.
