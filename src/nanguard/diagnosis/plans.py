@@ -26,7 +26,7 @@ MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_em
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Static facts about an op. ``unread`` arguments are written to and not read."""
+    """Static facts about an op. ``unread`` arguments are overwritten, or give nothing but their shape."""
 
     op: str
     is_view: bool

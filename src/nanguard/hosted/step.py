@@ -110,7 +110,7 @@ class HostedStep(UncheckedSteps):
         self.parts.fp32_fix = settings.fp32_fix
         self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(numbers)
-        would_wait = was_skipped is not None and ranks.size > 1  # a host that asks on one rank alone, for the others
+        would_wait = was_skipped is not None and ranks.size > 1  # a rank that asks alone gets no answer
         is_asked = shares or traits_of(optimizer).needs_closure or would_wait
         self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
         self.engine, self.recovery = make_engine(

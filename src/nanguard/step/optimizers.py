@@ -17,7 +17,7 @@ from nanguard import _compat
 from nanguard.errors import ProtocolError
 from nanguard.state.optimizer_traits import traits_of
 
-_GUARDED: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SkippableOptimizers]] = weakref.WeakKeyDictionary()
+_OF_GUARDS: weakref.WeakSet[SkippableOptimizers] = weakref.WeakSet()
 
 
 class SkippableOptimizers:
@@ -31,8 +31,7 @@ class SkippableOptimizers:
     def of_guard(cls, optimizers: Sequence[Optimizer]) -> SkippableOptimizers:
         """Of a ``Guard`` that the program has made: ``nanguard run`` leaves them alone as long as there is one."""
         made = cls(optimizers)
-        for optimizer in made.optimizers:
-            _GUARDED[optimizer] = weakref.ref(made)
+        _OF_GUARDS.add(made)
         return made
 
     @property
@@ -115,8 +114,7 @@ class SkippableOptimizers:
 
 def has_guard(optimizer: Optimizer) -> bool:
     """Whether a ``Guard`` that the program has made drives it."""
-    ref = _GUARDED.get(optimizer)
-    return ref is not None and ref() is not None
+    return any(each is optimizer for made in _OF_GUARDS for each in made.optimizers)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
