@@ -20,7 +20,7 @@ _SHAPED |= frozenset(("new_ones", "new_zeros", "new_full"))
 """Ops that take nothing but the shape of what they are given."""
 
 
-MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
+MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize"))
 """Ops that give memory that nothing was written to yet."""
 
 
@@ -52,7 +52,7 @@ def plan_of(func: Any) -> Plan:
         written_kwargs=tuple(a.name for a, w in zip(arguments, is_written, strict=True) if w),
         is_pointwise=torch.Tag.pointwise in func.tags,
         arguments=tuple(a.name for a in arguments),
-        is_empty=name in MEMORY,
+        is_empty=name.strip("_") in MEMORY,
         unread=("self",) if name in _OVERWRITES or name in _SHAPED else tuple(a.name for a in arguments if a.is_out),
     )
 
