@@ -218,6 +218,11 @@ def storage_size(tensor: Tensor) -> int:
         return 0
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether it is a view, so that it keeps the memory of a larger tensor."""
+    return tensor._is_view()
+
+
 def current_node() -> Any:
     """The node of the autograd graph that is being evaluated, None outside a backward pass."""
     return torch._C._current_autograd_node()
@@ -311,14 +316,21 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return registered
 
 
+def is_divided(loss: Tensor) -> bool:
+    """Whether the last op that made it is a quotient or a product."""
+    return type(loss.grad_fn).__name__ in ("DivBackward0", "MulBackward0")
+
+
 def divisor_of(loss: Tensor) -> float:
-    """The number that the loss was divided by in the last op that made it; 1 if there was none. Does not sync."""
+    """The number that a loss that ``is_divided`` was divided by; 1 if it was no plain number. Does not sync.
+
+    Not inside a dispatch mode, which is given a plain number for the tensor of a number.
+    """
     node = loss.grad_fn
-    kind = type(node).__name__
-    other = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
+    other = getattr(node, "_saved_other", None)
     if not isinstance(other, Tensor) or other.device.type != "cpu" or other.numel() != 1 or not float(other):
         return 1.0
-    return float(other) if kind == "DivBackward0" else round(1 / float(other), 6)
+    return float(other) if type(node).__name__ == "DivBackward0" else round(1 / float(other), 6)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.iteration import Iteration
-from nanguard.hosted.optimizers import Step
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.step import HostedStep
 
 
@@ -32,7 +32,7 @@ class BackwardPasses:
         self._under_way.pop(threading.get_ident(), None)
 
     def step(
-        self, coordinator: StepCoordinator, hosted: HostedStep, call: Step | None, *, check_afterwards: bool
+        self, coordinator: StepCoordinator, hosted: HostedStep, call: ProgramCall, *, check_afterwards: bool
     ) -> Any:
         """A call of ``step()`` inside a pass. A bad step is refused now and examined when the pass has ended."""
         this = self._iteration_of(hosted)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from nanguard.autopilot.registry import hosted_step_of
 from nanguard.hosted.closures import AnsweredClosure, Closure, WatchedClosure, call_after
+from nanguard.hosted.optimizers import ProgramCall
 
 if TYPE_CHECKING:
     from nanguard.autopilot.monitor import ProgramMonitor
@@ -31,11 +32,11 @@ def step_with_closure(
         return call(closure)
     if not (runs_first or hosted.runs_closure_first):
         watched = WatchedClosure(taped(monitor, closure))
-        return monitor.step(optimizer, functools.partial(call, watched), check_afterwards=True, watched=watched)
+        return monitor.step(optimizer, ProgramCall(call, watched), check_afterwards=True, watched=watched)
     with torch.enable_grad():
         loss = taped(monitor, closure)()
     answered = AnsweredClosure(closure, loss)
-    result = monitor.step(optimizer, functools.partial(call, answered), otherwise=loss)
+    result = monitor.step(optimizer, ProgramCall(call, answered), otherwise=loss)
     if answered.ran_again:
         hosted.runs_closure_first = False
     return result

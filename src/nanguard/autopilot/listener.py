@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,13 +11,8 @@ import torch
 from torch import nn
 
 from nanguard import _compat
+from nanguard.autopilot.own_work import Threads
 from nanguard.step.calls import Call, CallRecorder
-
-
-class _Inside(threading.local):
-    """The module that is listened to and being called, in this thread."""
-
-    module: nn.Module | None = None
 
 
 class CallListener:
@@ -28,12 +22,16 @@ class CallListener:
     is recorded in, or None, and whether the tape was paused for it.
     """
 
-    def __init__(self, begins: Callable[[int], tuple[list[Call] | None, bool]], recorder: CallRecorder) -> None:
-        self._begins, self._recorder = begins, recorder
+    def __init__(
+        self,
+        begins: Callable[[int], tuple[list[Call] | None, bool]],
+        recorder: CallRecorder,
+        threads: Threads,
+    ) -> None:
+        self._begins, self._recorder, self._threads = begins, recorder, threads
         self._listed: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._called: set[int] = set()
         self._wrapped: dict[type[nn.Module], Any] = {}
-        self._inside = _Inside()
 
     def listen(self, modules: Iterable[nn.Module], root: int | None = None) -> None:
         """``root`` is the identity of the outermost module that they are inside of."""
@@ -54,11 +52,8 @@ class CallListener:
 
         return forget
 
-    def look_inside(self) -> None:
-        """To the children of the module that is being called: it steps its optimizer itself, so it is a whole loop."""
-        module = self._inside.module
-        if module is None:
-            return
+    def look_inside(self, module: nn.Module) -> None:
+        """To the children of a module that is being called: it steps its optimizer itself, so it is a whole loop."""
         listed = self._listed.get(id(module))
         if listed is not None and any(module.children()):
             del self._listed[id(module)]
@@ -87,7 +82,7 @@ class CallListener:
         if kind in self._wrapped:
             return
         own = self._wrapped[kind] = vars(kind).get("__call__")
-        inside, listed = self._inside, self._listed
+        threads, listed = self._threads, self._listed
 
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,13 +90,16 @@ class CallListener:
             inherited: Any = super(kind, module)
             original = inherited.__call__ if own is None else functools.partial(own, module)
             # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
-            if _compat.is_recording() or inside.module is not None or id(module) not in listed:
+            if _compat.is_recording() or id(module) not in listed:
                 return original(*args, **kwargs)
-            inside.module = module
+            here = threads.here
+            if here.module is not None:
+                return original(*args, **kwargs)
+            here.module = module
             try:
                 return self._record(original, module, args, kwargs)
             finally:
-                inside.module = None
+                here.module = None
 
         kind.__call__ = call  # type: ignore[method-assign]
 

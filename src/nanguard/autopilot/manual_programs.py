@@ -28,7 +28,6 @@ class ManualPrograms(ABC):
 
     registry: Registry
     taper: ProgramTape
-    _coordinator: StepCoordinator
     _tracer: Tracer
 
     def _begin_manual(self, *, is_examined: bool) -> None:
@@ -84,7 +83,7 @@ class ManualPrograms(ABC):
                 self._attach(manual.hosted)
                 self._tracer.stop()
             manual.step(self._iteration)
-        self._after_step()
+        self._after_step(self._coordinator)
 
     @property
     def _has_no_optimizer(self) -> bool:
@@ -98,6 +97,10 @@ class ManualPrograms(ABC):
         """The hosted steps of optimizers that the program has made."""
         manual = None if self._manual is None else self._manual.hosted
         return [hosted for hosted in self.registry.hosted_steps if hosted is not manual]
+
+    @property
+    @abstractmethod
+    def _coordinator(self) -> StepCoordinator: ...
 
     @property
     @abstractmethod
@@ -116,7 +119,7 @@ class ManualPrograms(ABC):
     def _examine_trace(self, loss: Tensor | None) -> None: ...
 
     @abstractmethod
-    def _after_step(self) -> None: ...
+    def _after_step(self, coordinator: StepCoordinator) -> None: ...
 
     @abstractmethod
     def _at_work(self, failure: str) -> AtWork: ...

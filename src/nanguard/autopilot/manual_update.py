@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nanguard.hosted.optimizers import ProgramCall
+
 if TYPE_CHECKING:
     from nanguard.hosted.iteration import Iteration
     from nanguard.hosted.step import HostedStep
@@ -42,7 +44,7 @@ class ManualUpdate:
         if self.hosted is not None:
             this.stepped.append(self.hosted)
             self.hosted.look_again()
-            self.hosted.step(lambda: None, this)
+            self.hosted.step(ProgramCall(self.optimizer.step), this)
             if this.refused:
                 self._clear_gradients()
 
@@ -92,7 +94,9 @@ def leaves_of(losses: Iterable[Tensor]) -> list[Tensor]:
 
 def losses_in(tensors: Any) -> list[Tensor]:
     """Those of the tensors to differentiate that are single numbers."""
-    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    if isinstance(tensors, Tensor):
+        return [tensors] if tensors.numel() == 1 and tensors.is_floating_point() else []
+    several = tensors if isinstance(tensors, (list, tuple)) else ()
     return [t for t in several if isinstance(t, Tensor) and t.numel() == 1 and t.is_floating_point()]
 
 

@@ -19,15 +19,15 @@ from nanguard.autopilot.children import Children
 from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_programs import ManualPrograms
 from nanguard.autopilot.manual_update import leaves_of, losses_in
-from nanguard.autopilot.own_work import AtWork, Busy
+from nanguard.autopilot.own_work import AtWork, Busy, Threads
 from nanguard.autopilot.registry import Registry, hosted_step_of, use_scaler
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.closures import WatchedClosure
-from nanguard.hosted.coordinator import CoordinatorOfThread
+from nanguard.hosted.coordinator import ProgramCoordinator, StepCoordinator
 from nanguard.hosted.iteration import Iteration
-from nanguard.hosted.optimizers import Once, Step
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import NotedSampler
@@ -46,19 +46,18 @@ class ProgramMonitor(ManualPrograms):
 
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(settings)
-        self._coordinator = CoordinatorOfThread(lambda: self.registry.hosted_steps)
-        self.note_cleared = self._coordinator.note_cleared
+        self._threads = Threads(lambda: ProgramCoordinator(lambda: self.registry.hosted_steps))
         self._passes = BackwardPasses()
-        self._is_closed, self._num_forwards = False, 0
+        self.is_closed, self._num_forwards = False, 0
         self._rng_reader: RngReader | None = None
         self._begin_manual(is_examined=settings.diagnose != "off")
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
-        self._busy, self._making = Busy(self.taper), threading.RLock()
+        self._busy, self._making = Busy(self._threads, self.taper), threading.RLock()
         self._noting = self._at_work("what a step may change could not be noted")
         self._noting_losses = self._at_work("a loss could not be noted")
-        self._recorder = CallRecorder(self._reader_of_random_states, "cpu", self.taper)
-        self._listener = CallListener(self.before_forward, self._recorder)
+        self._recorder = CallRecorder("cpu", self.taper)
+        self._listener = CallListener(self.before_forward, self._recorder, self._threads)
         self.children = Children(self._leave_alone, settings)
 
     # ---- what the program does -----------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ class ProgramMonitor(ManualPrograms):
     @property
     def is_idle(self) -> bool:
         """Whether to ignore what happens now: our own work, a worker process, a CUDA graph that is being captured."""
-        return self._busy.depth > 0 or self._is_closed or _compat_modes.is_capturing()
+        return self._threads.here.depth > 0 or self.is_closed or _compat_modes.is_capturing()
 
     @property
     def is_nested(self) -> bool:
@@ -81,9 +80,7 @@ class ProgramMonitor(ManualPrograms):
     @property
     def is_aside(self) -> bool:
         """Whether nothing is recorded now: it is idle, or a backward pass is under way."""
-        return bool(
-            self._busy.depth or self._is_closed or _compat_modes.current_pass() != -1 or _compat_modes.is_capturing()
-        )
+        return self.is_idle or _compat_modes.is_in_backward()
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -121,19 +118,20 @@ class ProgramMonitor(ManualPrograms):
 
         Returns the list that the call is recorded in, None if it is not, and whether the tape was paused for it.
         """
-        self.registry.used.add(root)
-        if self.registry.new:
+        registry, here, taper = self.registry, self._threads.here, self.taper
+        registry.used.add(root)
+        if registry.new:
             self.guard_new_optimizers(in_call=True)
-        if self.is_aside:
+        if here.depth or self.is_closed or _compat_modes.is_in_backward() or _compat_modes.is_capturing():
             return None, False
-        taper, coordinator, hosted_steps = self.taper, self._coordinator, self.registry.hosted_steps
+        coordinator, hosted_steps = here.coordinator, registry.hosted_steps
         is_training = torch.is_grad_enabled()
         if is_training:
             self._num_forwards += 1
             if self._tracer.is_used:
                 self._tracer.resume()
             if not taper.is_on:
-                self._begin_tape(hosted_steps)
+                self._begin_tape(coordinator, hosted_steps)
             taper.before_call()
         elif not coordinator.iteration.has_begun:
             taper.before_evaluation()
@@ -155,7 +153,7 @@ class ProgramMonitor(ManualPrograms):
         if hosted is not None:
             self._listener.listen(hosted.roots)
             self._recorder.device = self.taper.device = hosted.parts.state.device.type
-            self._rng_reader = hosted.parts.state.rng_reader
+            self._recorder.rng_reader = self._rng_reader = hosted.parts.state.rng_reader
             self._tracer.start(self.registry.hosted_steps)
 
     def after_forward(self, tensors: Any, gradients: Any = None) -> None:
@@ -166,17 +164,18 @@ class ProgramMonitor(ManualPrograms):
             self.guard_new_optimizers()
         if self._tracer.is_used:
             self._tracer.resume()
+        coordinator = self._threads.here.coordinator
         with self._noting_losses:
             if _compat_modes.is_watched():
                 with _compat_modes.unwatched():
-                    self._note_losses(tensors, gradients)
+                    self._note_losses(coordinator, tensors, gradients)
             else:
-                self._note_losses(tensors, gradients)
-        self._passes.begin(self._iteration)
+                self._note_losses(coordinator, tensors, gradients)
+        self._passes.begin(coordinator.iteration)
 
-    def _note_losses(self, tensors: Any, gradients: Any) -> None:
+    def _note_losses(self, coordinator: StepCoordinator, tensors: Any, gradients: Any) -> None:
         losses, is_manual = losses_in(tensors), self._has_no_optimizer
-        self._coordinator.after_forward(losses)
+        coordinator.after_forward(losses)
         leaves = leaves_of(losses) if is_manual else []
         self.taper.note_backward(tensors, gradients, leaves)
         if is_manual and losses:
@@ -185,10 +184,10 @@ class ProgramMonitor(ManualPrograms):
     def after_backward(self, tensors: Any) -> None:
         """The gradients are there."""
         self._end_backward()
-        losses = losses_in(tensors) if self._tracer.is_used or self._manual is not None else []
+        losses = losses_in(tensors) if self._tracer.is_used or self._manual is not None else ()
         if losses:
             self._examine_trace(losses[-1])
-        if self._manual is not None and not self._with_optimizer and losses:
+        if losses and self._manual is not None and not self._with_optimizer:
             self._coordinator.note_finding(self.first_pass.finding(leaf.grad for leaf in self._manual.leaves))
             self._step_manually(self._manual)
         elif self.taper.goes_on_after_backward:
@@ -203,7 +202,7 @@ class ProgramMonitor(ManualPrograms):
         if self._iteration.in_backward is not None:
             with self._at_work("a step inside a backward pass could not be examined"):
                 self._coordinator.end_backward(answers=answers)
-            self._after_step()
+            self._after_step(self._coordinator)
 
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
@@ -223,28 +222,29 @@ class ProgramMonitor(ManualPrograms):
     def step(
         self,
         optimizer: Optimizer,
-        call: Step | None,
+        call: ProgramCall,
         *,
         check_afterwards: bool = False,
         otherwise: Any = None,
         watched: WatchedClosure | None = None,
     ) -> Any:
-        """The program calls ``step()``; ``call`` is None if its GradScaler has skipped the step.
+        """The program calls ``step()``; ``call`` does nothing if its GradScaler has skipped the step.
 
         With ``check_afterwards`` the step computes gradients itself, in the closure ``watched`` if there is one. A step
         that is refused returns ``otherwise``.
         """
-        if self.taper.is_begun:
-            self.taper.stop()
-        if not self._iteration.losses:
-            self.taper.note_gradients(optimizer)
+        taper, here = self.taper, self._threads.here
+        if taper.is_begun:
+            taper.stop()
+        if not here.coordinator.iteration.losses:
+            taper.note_gradients(optimizer)
         if self.registry.new:
             self.guard_new_optimizers()
         hosted = hosted_step_of(optimizer)
         if hosted is None:
-            return None if call is None else call()
-        once, is_nested = Once(call), self.is_nested
-        if hosted.has_grown and not is_nested:
+            return call()
+        is_nested = _compat_modes.is_in_backward()
+        if hosted.has_grown() and not is_nested:
             self._tracer.stop()
             with self._busy:
                 hosted.engine.settle()
@@ -252,30 +252,33 @@ class ProgramMonitor(ManualPrograms):
         try:
             if is_nested:
                 with self._busy:
-                    made = None if call is None else once
-                    result = self._passes.step(self._coordinator, hosted, made, check_afterwards=check_afterwards)
+                    result = self._passes.step(here.coordinator, hosted, call, check_afterwards=check_afterwards)
             elif check_afterwards:
-                result = self._step_and_check(hosted, once, watched)
+                result = self._step_and_check(hosted, call, watched)
             else:
                 if self._tracer.is_used:
                     self._examine_trace(None)
                     self._tracer.stop()
-                self._listener.look_inside()
-                with self._busy:
-                    result = self._coordinator.step(hosted, None if call is None else once)
+                if here.module is not None:
+                    self._listener.look_inside(here.module)
+                here.depth += 1  # the tape is off already
+                try:
+                    result = here.coordinator.step(hosted, call)
+                finally:
+                    here.depth -= 1
         except NonFiniteError:
             raise
         except Exception:
-            if once.has_raised:  # an error of the program
+            if call.has_raised:  # an error of the program
                 raise
             log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
             self.registry.remove(hosted)
-            return once.result if once.is_called else once()
+            return call.result if call.is_called else call()
         if not is_nested:
-            self._after_step()
-        return result if once.is_called else otherwise
+            self._after_step(here.coordinator)
+        return result if call.is_called else otherwise
 
-    def _step_and_check(self, hosted: HostedStep, call: Step, watched: WatchedClosure | None) -> Any:
+    def _step_and_check(self, hosted: HostedStep, call: ProgramCall, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
         with self._busy, _compat_modes.unwatched():
             backup = hosted.before_unchecked_step()
@@ -292,30 +295,35 @@ class ProgramMonitor(ManualPrograms):
         return result
 
     @property
+    def _coordinator(self) -> StepCoordinator:
+        """Of this thread."""
+        return self._threads.here.coordinator
+
+    @property
     def _iteration(self) -> Iteration:
-        return self._coordinator.iteration
+        return self._threads.here.coordinator.iteration
+
+    def note_cleared(self) -> None:
+        """The program has set gradients to zero."""
+        self._threads.here.coordinator.note_cleared()
 
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
     def _random_states(self) -> RngState | None:
-        reader = self._reader_of_random_states()
-        return None if reader is None else reader.now(self._num_forwards)
-
-    def _reader_of_random_states(self) -> RngReader | None:
         """None while a graph is captured: then they cannot be read."""
-        return None if _compat_modes.is_capturing() else self._rng_reader or reader_now()
+        return None if _compat_modes.is_capturing() else (self._rng_reader or reader_now()).now(self._num_forwards)
 
     def begin_taping(self) -> None:
         """The forward pass of a step comes next, if the program has an optimizer."""
         if not self.is_aside:
-            self._begin_tape(self.registry.hosted_steps)
+            self._begin_tape(self._coordinator, self.registry.hosted_steps)
 
-    def _begin_tape(self, hosted_steps: list[HostedStep]) -> None:
+    def _begin_tape(self, coordinator: StepCoordinator, hosted_steps: list[HostedStep]) -> None:
         if (hosted_steps or self.registry.new) and not (self._tracer.is_used and self._tracer.live is not None):
-            self.taper.follow(self._coordinator, is_alone=len(hosted_steps) == 1)
+            self.taper.follow(coordinator, is_alone=len(hosted_steps) == 1)
 
-    def _after_step(self) -> None:
-        hosted_steps, this = self.registry.hosted_steps, self._iteration
+    def _after_step(self, coordinator: StepCoordinator) -> None:
+        hosted_steps, this = self.registry.hosted_steps, coordinator.iteration
         is_over = len(hosted_steps) == 1 and hosted_steps[0].sync == "eager"  # else it may have to be examined
         if not this.calls:
             self._listener.listen_closer()
@@ -325,8 +333,8 @@ class ProgramMonitor(ManualPrograms):
             if hosted.examinations.live.is_on:
                 self._tracer.start(hosted_steps)
                 break
-        if self.taper.end_step(self._coordinator, is_over=is_over) and not self.is_aside:
-            self._begin_tape(hosted_steps)
+        if self.taper.end_step(coordinator, is_over=is_over) and not self.is_aside:
+            self._begin_tape(coordinator, hosted_steps)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -346,11 +354,11 @@ class ProgramMonitor(ManualPrograms):
 
     def close(self) -> None:
         """Processes what is under way and ends the run log. Afterwards the program is not guarded."""
-        if self._is_closed or not self.children.is_parent:
+        if self.is_closed or not self.children.is_parent:
             return
         self.end(sys.exc_info()[1] or getattr(sys, "last_value", None))  # atexit comes after the traceback
         self._leave_alone()
-        self._busy.depth += 1  # for good
+        self._threads.here.depth += 1  # for good
         self.registry.close()
         self._listener.stop()
 
@@ -363,7 +371,7 @@ class ProgramMonitor(ManualPrograms):
         """Nothing is recorded from now on: at the end, or in a forked process, such as a worker of a DataLoader."""
         self._tracer.stop()
         self.taper.forget()
-        self._is_closed = True
+        self.is_closed = True
 
     def _at_work(self, failure: str) -> AtWork:
-        return AtWork(self._busy, failure)
+        return AtWork(self._threads, self.taper, failure)

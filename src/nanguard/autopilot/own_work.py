@@ -1,51 +1,81 @@
-"""Around our own work in a program: what happens inside is not the program's. Entered several times a step.
+"""What each thread of a program does now, and our own work in it, which is not the program's.
 
-These are no generators, which would take three times as long.
+The contexts are entered several times a step. They are no generators, which would take three times as long.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.errors import NonFiniteError
+from nanguard.hosted.coordinator import StepCoordinator
 
 log = logging.getLogger("nanguard")
 
 
-class Busy(threading.local):
-    """May be entered inside itself. While it is, nothing is taped. Each thread of the program has its own."""
+class ThreadState:
+    """Of one thread: its step under way, the outermost module that is being called, and our own work."""
 
-    def __init__(self, taper: ProgramTape) -> None:
+    __slots__ = ("coordinator", "depth", "module", "was_taping")
+
+    def __init__(self, coordinator: StepCoordinator) -> None:
+        self.coordinator = coordinator
+        self.module: nn.Module | None = None
         self.depth = 0
-        self._taper, self._was_taping = taper, False
+        """How many contexts of our own work are entered."""
+        self.was_taping = False
+
+
+class Threads(threading.local):
+    """``here`` is the state of this thread. Look it up once in a function: that takes as long as a call."""
+
+    def __init__(self, coordinator: Callable[[], StepCoordinator]) -> None:
+        self.here = ThreadState(coordinator())
+
+
+class _OwnWork:
+    """May be entered inside itself. While it is, nothing is taped."""
+
+    def __init__(self, threads: Threads, taper: ProgramTape) -> None:
+        self._threads, self._taper = threads, taper
 
     def __enter__(self) -> None:
-        if not self.depth and self._taper.is_on:
-            self._was_taping = self._taper.pause()
-        self.depth += 1
+        here = self._threads.here
+        if not here.depth and self._taper.is_on:
+            here.was_taping = self._taper.pause()
+        here.depth += 1
 
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        if self._was_taping and not self.depth:
-            self._was_taping = False
+    def _leave(self) -> None:
+        here = self._threads.here
+        here.depth -= 1
+        if here.was_taping and not here.depth:
+            here.was_taping = False
             self._taper.go_on(True)
 
 
-class AtWork:
-    """Busy. Logs our own errors; never lets them end the program. May be used again, also inside itself."""
+class Busy(_OwnWork):
+    """Our own work."""
 
-    def __init__(self, busy: Busy, failure: str) -> None:
-        self._busy, self._failure = busy, failure
+    def __exit__(self, *error: object) -> None:
+        self._leave()
 
-    def __enter__(self) -> None:
-        self._busy.__enter__()
+
+class AtWork(_OwnWork):
+    """Our own work. Logs our own errors; never lets them end the program."""
+
+    def __init__(self, threads: Threads, taper: ProgramTape, failure: str) -> None:
+        super().__init__(threads, taper)
+        self._failure = failure
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self._busy.__exit__()
+        self._leave()
         if error is None or not isinstance(error, Exception) or isinstance(error, NonFiniteError):
             return False
-        log.error("nanguard: %s", self._failure, exc_info=(type(error), error, trace))
+        log.error("nanguard: %s", self._failure, exc_info=(kind, error, trace))
         return True

@@ -26,6 +26,7 @@ from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
 from nanguard.hosted.joining import CLAIMED
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.state.batch_indices import NotedSampler, begin_noted
 from nanguard.state.optimizer_traits import traits_of
 
@@ -116,7 +117,7 @@ class Patches:
             traits = traits_of(optimizer)
             is_unchecked = traits.needs_closure or _compat.has_step_pre_hooks(optimizer)  # they may change gradients
             if not callable(closure):
-                call = functools.partial(original, optimizer, *args, **kwargs)
+                call = ProgramCall(original, optimizer, *args, **kwargs)
                 return monitor.step(optimizer, call, check_afterwards=is_unchecked)
             others = {name: value for name, value in kwargs.items() if name != "closure"}
 
@@ -124,7 +125,7 @@ class Patches:
                 return original(optimizer, closure, *args[1:], **others)
 
             if is_unchecked:
-                call = functools.partial(call_with, taped(monitor, closure))
+                call = ProgramCall(call_with, taped(monitor, closure))
                 return monitor.step(optimizer, call, check_afterwards=True)
             return step_with_closure(monitor, optimizer, call_with, closure, runs_first=traits.calls_closure_once)
 
@@ -301,7 +302,7 @@ class Patches:
             before = monitor.before_scaler_step(optimizer, scaler)
             result = original(scaler, optimizer, *args, **kwargs)
             if num_calls_of(optimizer) == before:  # it has found an overflow and skipped the step
-                monitor.step(optimizer, None)
+                monitor.step(optimizer, ProgramCall(None))
             return result
 
         return step

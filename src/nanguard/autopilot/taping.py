@@ -89,10 +89,12 @@ class ProgramTape(TapeRecorder):
 
     def note_backward(self, tensors: Any, gradients: Any = None, trained: Sequence[Tensor] = ()) -> None:
         """A backward pass begins at these tensors, with these gradients."""
+        if self.tape is None or not self.is_own():
+            return
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
         self.note_losses(roots, given if len(given) == len(roots) else (), trained)
-        losses = [] if self.tape is None or not self.is_own() else self.tape.losses
+        losses = self.tape.losses
         if len(losses) > 1 and any(isinstance(root, Unseen) for root in losses[-1].roots):
             self.goes_on_after_backward = True
 

@@ -76,14 +76,11 @@ def examine_if_bad(losses: Sequence[Tensor]) -> GraphFinding | None:
     """For every backward pass on a CPU: None at once if all losses are finite. Elsewhere looking would mean waiting."""
     is_bad = False
     for loss in losses:
-        if loss.device.type != "cpu":
+        if not loss.is_cpu:
             return None
-        is_bad = is_bad or _is_bad(loss)
+        if loss.numel() == 1 and not loss.is_complex() and not math.isfinite(loss.item()):
+            is_bad = True
     return examine_graph(losses, calling_line()) if is_bad else None
-
-
-def _is_bad(loss: Tensor) -> bool:
-    return loss.numel() == 1 and not loss.is_complex() and not math.isfinite(loss.item())
 
 
 def examine_graph(losses: Iterable[Tensor], backward_at: Place | None) -> GraphFinding | None:

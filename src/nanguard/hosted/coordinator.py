@@ -14,7 +14,7 @@ from nanguard.diagnosis.graph_probe import examine_if_bad
 from nanguard.hosted.given import given_nan
 from nanguard.hosted.in_backward import StepsInBackward
 from nanguard.hosted.iteration import Iteration
-from nanguard.hosted.optimizers import Step
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.step import HostedStep
 from nanguard.state.batch_indices import FetchedBatch
 from nanguard.step.calls import Call
@@ -37,6 +37,7 @@ class StepCoordinator:
 
     def __init__(self, hosted_steps: Callable[[], list[HostedStep]]) -> None:
         self._hosted_steps = hosted_steps
+        self._num_cleared = 0 if self.hears_of_clearing else None
         self.iteration = self._new_iteration()
         self.next_tape: CallTape | None = None
         """For the next iteration, if its first torch calls are made before it begins."""
@@ -45,8 +46,8 @@ class StepCoordinator:
         self._refused_losses: deque[Tensor] = deque(maxlen=_MOST_REFUSED)
         self._has_told = False  # of an error that ends the host
 
-    def _new_iteration(self, **noted: Any) -> Iteration:
-        return Iteration(**noted, num_cleared=0 if self.hears_of_clearing else None)
+    def _new_iteration(self) -> Iteration:
+        return Iteration(num_cleared=self._num_cleared)
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
@@ -61,8 +62,8 @@ class StepCoordinator:
             fetched, self._fetched_next = self._fetched_next, []
             if this.fetched:
                 fetched = [batch for batch in this.fetched[-_FEW:] if batch.is_ahead] + fetched  # not used yet
-            self.iteration = self._new_iteration(tape=self.next_tape or CallTape(), fetched=fetched)
-            self.next_tape = None
+            tape, self.next_tape = self.next_tape or CallTape(), None
+            self.iteration = Iteration(num_cleared=self._num_cleared, tape=tape, fetched=fetched)
 
     def tape_to_write(self) -> CallTape:
         """Of the current iteration; of the next one if an optimizer has stepped."""
@@ -119,14 +120,12 @@ class StepCoordinator:
         """The losses of this iteration, without their graphs. A scaled one is noted as it was before scaling."""
         self.begin_iteration()
         this = self.iteration
-        unscaled = [vars(loss).get("_nanguard_loss", loss) for loss in losses]
-        seen = [_alone(loss) for loss in unscaled]
+        seen = []
+        for scaled in losses:
+            loss = vars(scaled).get("_nanguard_loss", scaled)
+            seen.append(_alone(loss))
+            this.divisors.append(_divisor_of(loss) if _compat.is_divided(loss) else 1.0)
         this.losses += seen
-        if _compat_modes.is_watched():  # a dispatch mode is given a plain number for the tensor of a number
-            with _compat_modes.unwatched():
-                this.divisors += map(_compat.divisor_of, unscaled)
-        else:
-            this.divisors += map(_compat.divisor_of, unscaled)
         if len(this.losses) > _MOST_LOSSES:  # a program may differentiate for ever without a step
             del this.losses[:-_MOST_LOSSES], this.divisors[:-_MOST_LOSSES]
         return seen
@@ -141,8 +140,8 @@ class StepCoordinator:
         """What the graph of a loss has shown; None if nothing."""
         self.iteration.graph_finding = finding or self.iteration.graph_finding
 
-    def step(self, hosted: HostedStep, call: Step | None) -> Any:
-        """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned."""
+    def step(self, hosted: HostedStep, call: ProgramCall) -> Any:
+        """A call of ``step()``. Returns what it returned."""
         if hosted in self.iteration.stepped:  # without a backward pass: the program sets gradients itself
             self.begin_iteration()
         this = self.iteration
@@ -154,7 +153,7 @@ class StepCoordinator:
         skips_all = this.refused or (is_first and self._is_another_bad(hosted))
         was_answered = this.in_backward is not None and this.in_backward.has_refused
         # One with bad gradients is an incident of its own, but not if one of the same backward pass was.
-        if call is not None and skips_all and (was_answered or not hosted.has_bad_gradients()):
+        if skips_all and not call.is_skipped and (was_answered or not hosted.has_bad_gradients()):
             this.refused = True
             hosted.skip_with_others(this)
             result = None
@@ -169,7 +168,7 @@ class StepCoordinator:
         return result
 
     def step_in_backward(
-        self, hosted: HostedStep, this: Iteration, call: Step | None, *, check_afterwards: bool = False
+        self, hosted: HostedStep, this: Iteration, call: ProgramCall, *, check_afterwards: bool = False
     ) -> Any:
         """As ``step``, inside the backward pass of an iteration. ``end_backward`` examines it if it is bad."""
         this.in_backward = this.in_backward or StepsInBackward()
@@ -236,8 +235,8 @@ class StepCoordinator:
         return any(other.has_bad_gradients() and not other.is_checked_afterwards for other in others)
 
 
-class CoordinatorOfThread(threading.local, StepCoordinator):
-    """Of a program: each thread has its own iteration."""
+class ProgramCoordinator(StepCoordinator):
+    """Of one thread of a program."""
 
     hears_of_clearing = True
 
@@ -247,7 +246,12 @@ def _is_of(call: Call, hosted: HostedStep) -> bool:
     return called is None or any(called is each for root in hosted.roots for each in root.modules())
 
 
+def _divisor_of(loss: Tensor) -> float:
+    with _compat_modes.unwatched():
+        return _compat.divisor_of(loss)
+
+
 def _alone(loss: Tensor) -> Tensor:
     """Without its graph, and without the storage that it may be a small part of."""
     number = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
-    return number if _compat.storage_size(number) <= number.element_size() else number.clone()
+    return number.clone() if _compat.is_part(loss) else number

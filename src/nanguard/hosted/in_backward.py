@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nanguard.hosted.optimizers import ProgramOptimizers, Step
+from nanguard.hosted.optimizers import ProgramCall, ProgramOptimizers
 from nanguard.records.steps import Outcome, Reading
 from nanguard.recovery.recovery import Recovery
 from nanguard.step.engine import StepEngine
@@ -42,7 +42,7 @@ class StepsInBackward:
         """Whether a bad step was refused, and so the rest of the pass."""
         return self._bad is not None
 
-    def step(self, hosted: HostedStep, this: Iteration, call: Step | None, *, check_afterwards: bool) -> Any:
+    def step(self, hosted: HostedStep, this: Iteration, call: ProgramCall, *, check_afterwards: bool) -> Any:
         """A call of ``step()`` of one optimizer."""
         self._stepped[hosted] = None
         hosted.forbid_tracing()  # a trace can neither begin nor end inside a backward pass
@@ -51,7 +51,7 @@ class StepsInBackward:
             self._skipped[hosted] = None
             hosted.skip_with_others(this, in_backward=True)
             return None
-        if check_afterwards and call is not None:
+        if check_afterwards and not call.is_skipped:
             result = hosted.check_in_backward(call, this)
         else:
             result = hosted.step(call, this, in_backward=True)

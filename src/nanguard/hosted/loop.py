@@ -22,6 +22,7 @@ from nanguard.diagnosis.search import Search
 from nanguard.errors import ProtocolError
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.joining import claim, disclaim, joined_program
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.saved import load_state, state_of
 from nanguard.hosted.settings import Settings, patient_policy
 from nanguard.hosted.step import HostedStep
@@ -156,7 +157,7 @@ class HostedLoop:
         kind = self._steps[0].parts.state.device.type
         parts = self._steps[0].parts
         self._taper = TapeRecorder(lambda: parts.state.rng_reader.now(parts.num_steps), kind)
-        self._recorder = CallRecorder(lambda: parts.state.rng_reader, kind, self._taper)
+        self._recorder = CallRecorder(kind, self._taper, parts.state.rng_reader)
         self._is_taping = settings.diagnose != "off"
         if self._is_taping:
             self._recorder.listen(model, self._open_calls)
@@ -239,7 +240,7 @@ class HostedLoop:
         self._taper.stop()
         hosted = self._hosted(optimizer, "step")
         is_scaled = self._use_scaler(hosted, grad_scaler)
-        result = self._coordinator.step(hosted, optimizer.step if call is None else call)
+        result = self._coordinator.step(hosted, ProgramCall(optimizer.step if call is None else call))
         if is_scaled and not _compat.is_unscaled(grad_scaler, optimizer):
             grad_scaler.unscale_(optimizer)  # update() needs what it finds
         return HostedResult(applied=hosted.was_applied, result=result if hosted.was_applied else None)

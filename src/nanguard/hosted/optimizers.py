@@ -12,10 +12,38 @@ from torch.optim import Optimizer
 from nanguard.state.optimizer_traits import traits_of
 from nanguard.step.optimizers import SkippableOptimizers
 
-Step = Callable[[], Any]
-
 _LARGEST_COPY = 256 << 20
 """In bytes."""
+
+
+class ProgramCall:
+    """A call of ``step()`` that the program makes: whether it was let through, whether it raised, what it returned.
+
+    ``step`` is None if the program itself, or its GradScaler, has decided to skip.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_step", "has_raised", "is_called", "result")
+
+    def __init__(self, step: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> None:
+        self._step, self._args, self._kwargs = step, args, kwargs
+        self.is_called = self.has_raised = False
+        self.result: Any = None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether there is nothing to call."""
+        return self._step is None
+
+    def __call__(self) -> Any:
+        if self._step is None:
+            return None
+        self.is_called = True
+        try:
+            self.result = self._step(*self._args, **self._kwargs)
+        except BaseException:
+            self.has_raised = True
+            raise
+        return self.result
 
 
 class ProgramOptimizers(SkippableOptimizers):
@@ -23,14 +51,12 @@ class ProgramOptimizers(SkippableOptimizers):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([optimizer])
-        self._call: Step | None = None
+        self._call = ProgramCall(None)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
-        self.result: Any = None
-        self.was_called = False
 
-    def take(self, step: Step | None) -> None:
-        """The call that waits to be let through; None if the program itself has decided to skip."""
-        self._call, self.result, self.was_called, self._grads = step, None, False, []
+    def take(self, call: ProgramCall) -> None:
+        """The call that waits to be let through."""
+        self._call, self._grads = call, []
 
     def hold_gradients(self) -> None:
         if not self._grads:
@@ -42,41 +68,21 @@ class ProgramOptimizers(SkippableOptimizers):
         return list(self._grads)
 
     def step(self) -> None:
-        if self._call is not None:
-            self.was_called = True
-            self.result = self._call()
+        self._call()
 
     def _step(self, optimizer: Optimizer) -> None:
-        self.step()
+        self._call()
 
     def end_step(self) -> None:
         """Gradients are the program's to clear."""
 
     def give_back(self) -> None:
         """After a step that was refused: puts the gradients back that are held."""
-        if not self.was_called:
+        if self._grads and not self._call.is_called:
             for param, grad in self._grads:
                 if param.grad is not grad:
                     param.grad = grad
         self._grads = []
-
-
-class Once:
-    """A call of the program, whether it was made, whether it raised, and what it returned."""
-
-    def __init__(self, call: Step | None) -> None:
-        self._call = call
-        self.is_called = self.has_raised = False
-        self.result: Any = None
-
-    def __call__(self) -> Any:
-        self.is_called = True
-        try:
-            self.result = None if self._call is None else self._call()
-        except BaseException:
-            self.has_raised = True
-            raise
-        return self.result
 
 
 def makes_finite_updates(optimizer: Optimizer) -> bool:

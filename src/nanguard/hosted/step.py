@@ -21,7 +21,7 @@ from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.losses import mean_that_counts, undivided
 from nanguard.hosted.names import names_in_sight
-from nanguard.hosted.optimizers import ProgramOptimizers, Step, makes_finite_updates, num_steps_made
+from nanguard.hosted.optimizers import ProgramCall, ProgramOptimizers, makes_finite_updates, num_steps_made
 from nanguard.hosted.scale import ProgramScaler
 from nanguard.hosted.settings import Settings
 from nanguard.hosted.shared_buffers import SharedBuffers
@@ -195,14 +195,16 @@ class HostedStep(UncheckedSteps):
 
         What was noted when the step was opened may have changed since: the program, or other optimizers, went on.
         """
-        parts, pending = self.parts, self._pending()
-        pending.forget_measurement()
+        parts = self.parts
+        pending = parts.pending or self._pending()
+        pending.measured = pending.on_device = None  # the gradients change again
         if self.clipping.is_noted:
             self.clipping.forget()
         has_called, self.has_called = self.has_called, True
         were_training, self._are_training = self._are_training, [root.training for root in self.roots]
+        has_buffers = parts.buffers.is_used
         if not is_first:
-            if parts.buffers.is_used:
+            if has_buffers:
                 parts.last_forward.follow_()
             if self._are_training != were_training and not any(were_training):  # the first call was an evaluation
                 pending.training = TrainingModes(parts.modules)
@@ -210,9 +212,8 @@ class HostedStep(UncheckedSteps):
         if parts.last_forward.is_on:
             parts.last_forward.mend_in_any_case_()
         self.engine.between_steps()
-        is_noted = parts.buffers.is_used and not has_called and parts.buffers.is_noted()
-        self.engine.mode.note(pending, are_buffers_noted=is_noted)
-        if parts.buffers.is_used:
+        self.engine.mode.note(pending, are_buffers_noted=has_buffers and not has_called and parts.buffers.is_noted())
+        if has_buffers:
             parts.last_forward.begin_(parts.buffers)
 
     def look_for_discarded(self, calls: list[Call]) -> None:
@@ -255,7 +256,6 @@ class HostedStep(UncheckedSteps):
         """Syncs."""
         return bool(nonfinite(self.skippable.gradients(), self.parts.state.device))
 
-    @property
     def has_grown(self) -> bool:
         """Whether the program has added parameters since this object was made."""
         return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_params
@@ -297,17 +297,17 @@ class HostedStep(UncheckedSteps):
         self.examinations.live.forbid()
         self.examinations.last_advice = "none known"
 
-    def step(self, call: Step | None, this: Iteration, *, in_backward: bool = False) -> Any:
-        """A call of ``step()``; None if the program's GradScaler has skipped it. Returns what the call returned.
+    def step(self, call: ProgramCall, this: Iteration, *, in_backward: bool = False) -> Any:
+        """A call of ``step()``. Returns what it returned.
 
         One sync, or none if the optimizer is fused and the only one, on a GPU. ``in_backward``: while a backward pass
         is under way. ``after_backward`` is called when it has ended.
         """
         self.num_calls += 1
         parts, skippable, is_eager = self.parts, self.skippable, self.sync == "eager"
-        pending = self._pending(in_backward=in_backward)
+        pending = parts.pending or self._pending(in_backward=in_backward)
         pending.is_in_backward = in_backward
-        if not pending.is_measured:
+        if pending.measured is None and pending.on_device is None:
             self._fill(pending, this)
         if parts.precision.scaler is not None:
             self._follow_scaler()
@@ -328,10 +328,10 @@ class HostedStep(UncheckedSteps):
             if not pending.is_put_off:
                 pending.let_go()
         else:
-            self.was_applied = skippable.was_called
+            self.was_applied = call.is_called
         if not in_backward:
             self.open(notes_later=self.has_called and not parts.buffers.is_used)
-        return skippable.result
+        return call.result
 
     def put_back(self) -> None:
         """Puts buffers back to what they were before a step that was refused, or another one of the same iteration."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.in_backward import PartialSteps
 from nanguard.hosted.iteration import Iteration
-from nanguard.hosted.optimizers import Step
+from nanguard.hosted.optimizers import ProgramCall
 from nanguard.records.steps import Action, Found, Outcome, Reading, Verdict
 from nanguard.state.training_state import CapturedUpdate
 from nanguard.step.pending import PendingStep
@@ -74,7 +74,7 @@ class UncheckedSteps(PartialSteps):
         if not pending.is_in_backward:
             self.open()
 
-    def check_in_backward(self, call: Step, this: Iteration) -> Any:
+    def check_in_backward(self, call: ProgramCall, this: Iteration) -> Any:
         """A whole step inside a backward pass. Returns what the call returned."""
         before = self.before_unchecked_step(in_backward=True)
         result = call()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nanguard import _compat, _compat_modes
 from nanguard.source.frames import Place, SavedPosition, place_of, position_of
 from nanguard.state.names import unwrapped
-from nanguard.state.rng import RngReader, RngState
+from nanguard.state.rng import RngReader, RngState, reader_now
 from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _LARGEST_GRADIENT = 32 << 20
 
 _NO_AUTOCAST = (False, torch.bfloat16)
 _is_any_autocast_enabled, _is_transforming = _compat_modes.is_any_autocast_enabled, _compat_modes.is_transforming
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(slots=True)
@@ -151,13 +152,13 @@ class _UnderWay(threading.local):
 class CallRecorder:
     """Records calls of the outermost module; on the tape of ``taper`` one is one row.
 
-    ``rng_reader`` gives what reads the random states, None if they cannot be read now.
+    ``rng_reader`` reads the random states; None if it is not known yet what the model draws from.
 
     A host that knows of each call calls ``begin`` and ``end``. For others ``listen`` adds hooks to the module.
     """
 
-    def __init__(self, rng_reader: Callable[[], RngReader | None], device: str, taper: TapeRecorder) -> None:
-        self._rng_reader, self.device, self._taper = rng_reader, device, taper
+    def __init__(self, device: str, taper: TapeRecorder, rng_reader: RngReader | None = None) -> None:
+        self.device, self._taper, self.rng_reader = device, taper, rng_reader
         self._undo: list[Callable[[], Any]] = []
         self._was_in_training = False
 
@@ -195,18 +196,16 @@ class CallRecorder:
         self, calls: list[Call] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_taped: bool
     ) -> Call | None:
         """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
-        has_values = torch.is_grad_enabled() and _is_transforming() is None
-        is_recorded = has_values and calls is not None
-        if not (is_recorded or is_taped):
+        has_values = _is_grad_enabled() and _is_transforming() is None
+        if not (is_taped or (has_values and calls is not None)):
             return None
         mode = _NO_AUTOCAST
         if _is_any_autocast_enabled():
             mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        reader = self._rng_reader()
-        rng = None if reader is None else reader.before_call()
-        call = Call(args, kwargs, rng, mode, *position_of(sys._getframe(1)))
+        code, at = position_of(sys._getframe(1))
+        call = Call(args, kwargs, (self.rng_reader or reader_now()).before_call(), mode, code, at)
         call.has_values = has_values
-        if is_recorded and calls is not None:
+        if has_values and calls is not None:
             if len(calls) >= _MOST_CALLS:
                 del calls[0]
             calls.append(call)
@@ -217,8 +216,8 @@ class CallRecorder:
     def end(self, module: nn.Module, call: Call, output: Any) -> None:
         """It has returned ``output``."""
         made = [output] if isinstance(output, Tensor) else tensors_returned(output)
-        if call.rng is not None and call.rng.host is not None and (reader := self._rng_reader()) is not None:
-            reader.after_call(call.rng)
+        if self.rng_reader is not None and call.rng is not None and call.rng.host is not None:
+            self.rng_reader.after_call(call.rng)
         if call.has_values:
             call.is_evaluation = self._was_in_training and not module.training
             self._was_in_training = self._was_in_training or module.training

@@ -73,7 +73,7 @@ class StepEngine:
         self._left_early = False
         kind = parts.state.device.type
         self._taper = TapeRecorder(self._note_random_states, kind)
-        self._recorder = CallRecorder(lambda: parts.state.rng_reader, kind, self._taper)
+        self._recorder = CallRecorder(kind, self._taper, parts.state.rng_reader)
         self._records_calls = self._is_taping = records_calls
         self.discarded = DiscardedPasses(parts, recovery)
 

@@ -149,14 +149,6 @@ class PendingStep:
         self.others = ()
 
     @property
-    def is_measured(self) -> bool:
-        return self.measured is not None or self.on_device is not None
-
-    def forget_measurement(self) -> None:
-        """The gradients change again."""
-        self.measured = self.on_device = None
-
-    @property
     def batches(self) -> list[Any]:
         """The batches of the step, as far as they are known."""
         return [micro.batch for micro in self.microbatches] or [self.last_seen]

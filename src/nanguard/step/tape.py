@@ -120,8 +120,7 @@ class Row(NamedTuple):
         return self.call is None and (is_write(name_of(self.function)) or "out" in self.kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class TapedLoss:
+class TapedLoss(NamedTuple):
     """A backward pass: the tensors it began at, and their gradients, None for 1. ``last`` is the last row before it."""
 
     roots: tuple[Any, ...]

@@ -213,8 +213,13 @@ class TapeRecorder(SwitchedMode):
 
     def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
-        given = tuple([each if type(each) in PLAIN else self._noted_for_module(each) for each in args])
-        return given, self._noted_for_module(kwargs) if kwargs else _NOTHING
+        given = []
+        for each in args:
+            if isinstance(each, Tensor):
+                given.append(self._token_for_module(each))
+            else:
+                given.append(each if type(each) in PLAIN else self._noted_for_module(each))
+        return tuple(given), self._noted_for_module(kwargs) if kwargs else _NOTHING
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         """It has returned the tensors ``made``; ``call.taped`` is what ``before_module`` returned."""
@@ -238,7 +243,7 @@ class TapeRecorder(SwitchedMode):
                 mark = self._marks.get(id(tensor))
                 if mark is not None and mark[0]() is tensor:
                     self.tape.trained[mark[1].number, mark[1].place] = tensor
-            roots = tuple(map(self._token, losses))
+            roots = (self._token(losses[0]),) if len(losses) == 1 else tuple(map(self._token, losses))
             given = tuple([None if gradient is None else self._token(gradient) for gradient in gradients])
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
 
@@ -300,11 +305,16 @@ class TapeRecorder(SwitchedMode):
             known = self._outside[id(tensor)] = Outside(tensor, version)
         return known
 
+    def _token_for_module(self, tensor: Tensor) -> Any:
+        """What was made unseen is held by the record of the call anyway."""
+        mark = self._marks.get(id(tensor))
+        found = mark[1] if mark is not None and mark[0]() is tensor else self._new_token(tensor)
+        return self._from_outside(tensor) if type(found) is Unseen else found
+
     def _noted_for_module(self, tree: Any) -> Any:
-        """As ``_noted``, for any container. What was made unseen is held by the record of the call anyway."""
+        """As ``_noted``, for any container."""
         if isinstance(tree, Tensor):
-            found = self._token(tree)
-            return self._from_outside(tree) if isinstance(found, Unseen) else found
+            return self._token_for_module(tree)
         kind = type(tree)
         if kind in PLAIN:
             return tree
@@ -312,7 +322,7 @@ class TapeRecorder(SwitchedMode):
             return tuple([self._noted_for_module(child) for child in tree])
         if kind is dict:
             return {key: self._noted_for_module(child) for key, child in tree.items()}
-        return mapped(tree, lambda leaf: self._noted_for_module(leaf) if isinstance(leaf, Tensor) else None)
+        return mapped(tree, lambda leaf: self._token_for_module(leaf) if isinstance(leaf, Tensor) else None)
 
     def _add(
         self, func: Any, args: Any, kwargs: Any, rng: RngState | None, given: Any, result: Any, frame: FrameType | None
