@@ -23,6 +23,7 @@ from nanguard.policy.rungs import (
     response_of,
     steps_back,
 )
+from nanguard.records.healthy import healthy_verdict
 from nanguard.records.steps import APPLY, Action, Means, Outcome, Reading, Verdict, span_in_words
 
 
@@ -196,9 +197,9 @@ def judge(reading: Reading, *, scale_floor: float | None = None) -> Verdict:
     With a loss scale (``scale_floor`` given), non-finite gradients behind a finite loss are a routine overflow as
     long as the scale can still go down.
     """
-    can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
     if not reading.found:
-        return Verdict(kind="healthy", reading=reading)
+        return healthy_verdict(reading)
+    can_back_off = scale_floor is not None and reading.scale is not None and reading.scale > scale_floor
     is_routine = can_back_off and reading.found == ("gradients",)
     return Verdict(kind="overflow" if is_routine else "nonfinite", reading=reading)
 

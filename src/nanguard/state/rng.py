@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FIRST, _EVERY = 16, 64
+_FIRST, _EVERY = 16, 256
 
 
 @dataclass(frozen=True, slots=True)

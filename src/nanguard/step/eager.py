@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from nanguard.records.healthy import applied, healthy_verdict
 from nanguard.records.steps import APPLY, Action, Means, Outcome, Verdict
 from nanguard.state.training_modes import TrainingModes
 from nanguard.step.measurement import Group, MeasuredValues
@@ -58,7 +59,7 @@ class Eager:
         pending.lrs = parts.state.schedule.known_rates
         reading = None if pending.measured is not None else parts.read_quickly(pending)
         if reading is not None:
-            self._apply(pending, Verdict(kind="healthy", reading=reading), APPLY)
+            self._apply(pending, healthy_verdict(reading), APPLY)
             return
         pending.complete()
         parts.skippable.hold_gradients()
@@ -102,7 +103,8 @@ class Eager:
             parts.precision.scaler.update_(self._good)
         parts.skippable.end_step()
         self._unwatched.append((pending, verdict))
-        parts.journal.record(Outcome(verdict=verdict, action=action, applied=True))
+        outcome = applied(verdict)
+        parts.journal.record(outcome if action is APPLY else replace(outcome, action=action))
 
     def _step_is_spoiled(self) -> bool:
         """Steps. True if the update was looked at, and taken back."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from nanguard.errors import ProtocolError
-from nanguard.records.steps import APPLY, Action, Outcome, Verdict
+from nanguard.records.healthy import applied
+from nanguard.records.steps import Action, Outcome, Verdict
 from nanguard.state.readback import AsyncReadback
 from nanguard.state.training_modes import TrainingModes
 from nanguard.state.undo import Undo
@@ -188,7 +189,7 @@ class Late:
         parts, pending = self._parts, self._in_flight.popleft()
         verdict = self._judge(pending)
         if verdict.kind == "healthy":
-            parts.journal.record(Outcome(verdict=verdict, action=APPLY, applied=True))
+            parts.journal.record(applied(verdict))
             answer = self._recovery.watch(pending, verdict)
             if answer is not None:
                 if answer.went_back:

@@ -20,6 +20,7 @@ from nanguard import _compat_modes
 from nanguard.errors import NonFiniteError
 from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
+from nanguard.records.healthy import healthy_reading
 from nanguard.records.steps import Found, Reading, Verdict
 from nanguard.source.frames import runs_user_code
 from nanguard.state.discarded import LastForward
@@ -349,16 +350,11 @@ class StepParts:
 
 def _sound_reading(pending: PendingStep, loss: float, norms: tuple[float, ...]) -> Reading:
     """Of a step in which all is finite."""
-    return Reading(
-        step=pending.step,
-        epoch=pending.epoch,
-        batch=pending.batch,
-        loss=loss if pending.knows_loss else math.nan,
-        mean_loss=loss,
-        norms=norms if pending.before_clipping is None else _before_clipping(pending, norms),
-        lrs=pending.lrs,
-        num_stepped_before=pending.num_stepped_before,
-    )
+    if pending.before_clipping is not None:
+        norms = _before_clipping(pending, norms)
+    known = loss if pending.knows_loss else math.nan
+    others = pending.num_stepped_before
+    return healthy_reading(pending.step, pending.epoch, pending.batch, known, loss, norms, pending.lrs, others)
 
 
 def _before_clipping(pending: PendingStep, norms: tuple[float, ...]) -> tuple[float, ...]:

@@ -15,6 +15,18 @@ _num_modes, _push, _pop = (
 )
 
 
+class _Active:
+    """The mode of the process that has begun, if there is one.
+
+    Not an attribute of the class itself: a class that changes at each step makes Python forget what it knows of it.
+    """
+
+    __slots__ = ("mode",)
+
+    def __init__(self) -> None:
+        self.mode: SwitchedMode | None = None
+
+
 class SwitchedMode(TorchFunctionMode):
     """Belongs to one thread at a time. ``is_begun`` is set by subclasses, and says that it may be paused and go on.
 
@@ -22,10 +34,16 @@ class SwitchedMode(TorchFunctionMode):
     be turned off.
     """
 
+    _active = _Active()
+
     def __init__(self) -> None:
         super().__init__()
         self.is_begun = self.is_on = self._is_inside = False
         self._thread = 0
+
+    def stop(self) -> None:
+        """Until it begins again."""
+        raise NotImplementedError
 
     def is_own(self) -> bool:
         """Whether this is its thread."""

@@ -53,8 +53,6 @@ class TapeRecorder(SwitchedMode):
     (``pause``), in compiled code, and from each backward pass until the next forward pass (``stop``).
     """
 
-    _active: TapeRecorder | None = None
-
     def __init__(self, note: Callable[[], RngState | None], device: str) -> None:
         super().__init__()
         self._note, self.device = note, device
@@ -85,13 +83,13 @@ class TapeRecorder(SwitchedMode):
         if self.is_begun:
             self._enter()  # a module that was called has raised
             return
-        if TapeRecorder._active is not None:
-            TapeRecorder._active.stop()
+        if self._active.mode is not None:
+            self._active.mode.stop()
         if not self._compiled_calls.begin():  # compiled code would depend on whether we are on
             return
         if not self._listens_for_good:
             self._listen()
-        self._thread, self.is_begun, TapeRecorder._active = threading.get_ident(), True, self
+        self._thread, self.is_begun, self._active.mode = threading.get_ident(), True, self
         self._enter()
 
     def listen_for_good(self) -> None:
@@ -134,7 +132,7 @@ class TapeRecorder(SwitchedMode):
         if not self._listens_for_good:
             self._stop_listening()
         self._compiled.clear()
-        self.is_begun, TapeRecorder._active = False, None
+        self.is_begun, self._active.mode = False, None
 
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""
