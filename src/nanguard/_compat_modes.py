@@ -60,8 +60,11 @@ is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to ``torch.func.grad``, ``vmap`` or others, and has no value of its own outside them."""
 
 
-is_transforming: Any = torch._C._functorch.peek_interpreter_stack
-"""Not None inside ``torch.func.grad``, ``vmap`` or others."""
+is_transforming: Any = torch._C._are_functorch_transforms_active
+"""Whether this is inside ``torch.func.grad``, ``vmap`` or others.
+
+Not by looking at the stack of transforms: once it was looked at, torch copies it for every node of a backward pass.
+"""
 
 
 def on_compiled_calls(entered: Any, left: Any, is_inside: list[Any]) -> Any:

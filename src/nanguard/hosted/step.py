@@ -54,11 +54,11 @@ class HostedStep(UncheckedSteps):
 
     ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
     ``schedulers`` are those that the host advances: a rollback puts them back too. ``can_trace`` says whether the host
-    can run a step under a trace. With ``was_skipped``, a host that need not wait counts each step as applied, and
-    ``was_skipped`` is called for one that was not, before the next one is applied.
+    can run a step under a trace; such a host leaves steps alone that are captured in a CUDA graph. With
+    ``was_skipped``, a host that need not wait counts each step as applied, and ``was_skipped`` is called for one that
+    was not, before the next one is applied.
 
-    The host calls ``before_forward``, ``after_forward``, ``measure`` if it changes gradients before the step, and
-    ``step``. ``StepCoordinator`` does so for all optimizers of a run.
+    ``StepCoordinator`` calls ``before_forward``, ``after_forward``, ``measure`` and ``step`` for the host.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HostedStep(UncheckedSteps):
                 settings.run_dir, is_first=is_first, optimizer=name, observers=observers
             ),
         )
-        self.parts.fp32_fix = settings.fp32_fix
+        self.parts.fp32_fix, self.parts.may_be_captured = settings.fp32_fix, not can_trace
         self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(numbers)
         would_wait = was_skipped is not None and ranks.size > 1  # a rank that asks alone gets no answer
@@ -257,7 +257,7 @@ class HostedStep(UncheckedSteps):
         return bool(nonfinite(self.skippable.gradients(), self.parts.state.device))
 
     def has_grown(self) -> bool:
-        """Whether the program has added parameters since this object was made."""
+        """Whether the program has added parameters."""
         return sum([len(group["params"]) for group in self.optimizer.param_groups]) != self._num_params
 
     def take_over(self, other: HostedStep) -> None:

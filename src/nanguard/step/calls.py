@@ -196,7 +196,7 @@ class CallRecorder:
         self, calls: list[Call] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_taped: bool
     ) -> Call | None:
         """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
-        has_values = _is_grad_enabled() and _is_transforming() is None
+        has_values = _is_grad_enabled() and not _is_transforming()
         if not (is_taped or (has_values and calls is not None)):
             return None
         mode = _NO_AUTOCAST

@@ -31,9 +31,9 @@ class Group:
     __slots__ = ("alike", "grads", "params")
 
     def __init__(self, params: list[nn.Parameter], *, known_alike: bool) -> None:
-        grads = [p.grad for p in params]
-        self.params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-        self.grads = sharding.local([grad for grad in grads if grad is not None])
+        grads = [grad for p in params if (grad := p.grad) is not None]
+        self.params = params if len(grads) == len(params) else [p for p in params if p.grad is not None]
+        self.grads = sharding.local(grads)
         self.alike = known_alike or are_alike(self.grads)
         if not self.alike:
             self._resolve()

@@ -84,6 +84,8 @@ class StepParts:
     other_parts: Callable[[], Sequence[StepParts]] = tuple
     steps_in_backward: bool = False
     first_sizes: ParameterSizes | None = None
+    may_be_captured: bool = True
+    """Whether a step may be inside a CUDA graph. To ask torch takes as long as ten calls."""
     can_read_quickly: bool = False
     """Whether nothing needs the whole measurement of a sound step, as far as that never changes."""
 
@@ -324,7 +326,7 @@ class StepParts:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
-        return _compat_modes.is_capturing()
+        return self.may_be_captured and _compat_modes.is_capturing()
 
     def leave_no_trace(self, error: BaseException) -> None:
         """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
