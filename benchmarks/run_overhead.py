@@ -33,14 +33,15 @@ from typing import Any
 
 import torch
 
-from overhead import header, say, spread, write
+from overhead import Block, header, say, spread, write
 from turns import Player, steps_needed, take_turns
 
 HERE = Path(__file__).parent
 METHOD = (
     "Each program is a process of its own. Healthy: the plain and the guarded program take turns, a block of some "
     "steps each, after a warm-up. A ratio is the time of a guarded block over that of the plain blocks before and "
-    "after it: the median (where it lies with 95% certainty). On the GPU this is wall-clock time until the device has "
+    "after it: the median (where it lies with 95% certainty). Two processes of the same program differ by some "
+    "percent, so small programs are started anew several times. On the GPU this is wall-clock time until the device has "
     "done the block, on the CPU the processor's time, with one thread. With faults: whole runs alternate, and the "
     "ratio is that of their total times (smallest to largest). Lines are those that nanguard prints to a terminal of "
     "80 columns."
@@ -51,7 +52,8 @@ METHOD = (
 class Row:
     """``most`` is the goal for the ratio, ``most_ms`` for what a step may take longer: either is enough on a CPU.
 
-    ``steps`` is the length of a block, or of the whole run if it has faults.
+    ``steps`` is the length of a block, or of the whole run if it has faults. ``pairs`` of processes have ``rounds``
+    each.
     """
 
     name: str
@@ -61,19 +63,29 @@ class Row:
     most: float
     most_ms: float | None = None
     fault: str = "none"
+    pairs: int = 1
     rounds: int = 100
 
 
 ROWS = (  # a block takes more than half a second: a program that has waited finds none of its code in the caches
     Row(name="124M GPT, bf16", program="large_gpt", device="cuda", steps=25, rounds=24, most=1.01),
-    Row(name="launch-bound GPT, bf16", program="tiny_gpt", device="cuda", steps=100, rounds=40, most=1.05),
+    Row(name="launch-bound GPT, bf16", program="tiny_gpt", device="cuda", steps=50, pairs=8, rounds=10, most=1.05),
     Row(name="one fault that is not located", program="tiny_gpt", device="cuda", steps=4000, fault="once", most=1.05),
     Row(name="a fault every tenth step", program="tiny_gpt", device="cuda", steps=2000, fault="every10", most=1.3),
-    Row(name="MLP", program="mlp", device="cpu", steps=1000, rounds=20, most=1.10, most_ms=0.1),
-    Row(name="CNN with BatchNorm", program="cnn", device="cpu", steps=200, rounds=20, most=1.10, most_ms=0.1),
-    Row(name="LSTM", program="lstm", device="cpu", steps=500, rounds=20, most=1.10, most_ms=0.1),
-    Row(name="GAN, two optimizers", program="gan", device="cpu", steps=500, rounds=20, most=1.10, most_ms=0.1),
-    Row(name="GPT of two layers", program="characters", device="cpu", steps=50, rounds=20, most=1.10, most_ms=0.1),
+    Row(name="MLP", program="mlp", device="cpu", steps=1000, pairs=4, rounds=6, most=1.10, most_ms=0.1),
+    Row(name="CNN with BatchNorm", program="cnn", device="cpu", steps=200, pairs=4, rounds=6, most=1.10, most_ms=0.1),
+    Row(name="LSTM", program="lstm", device="cpu", steps=500, pairs=4, rounds=6, most=1.10, most_ms=0.1),
+    Row(name="GAN, two optimizers", program="gan", device="cpu", steps=500, pairs=4, rounds=6, most=1.10, most_ms=0.1),
+    Row(
+        name="GPT of two layers",
+        program="characters",
+        device="cpu",
+        steps=50,
+        pairs=4,
+        rounds=6,
+        most=1.10,
+        most_ms=0.1,
+    ),
     Row(name="one fault that is not located", program="mlp", device="cpu", steps=8000, fault="once", most=1.05),
     Row(name="a fault every tenth step", program="cnn", device="cpu", steps=2000, fault="every10", most=1.3),
 )
@@ -153,22 +165,28 @@ def measure(row: Row, *, smoke: bool) -> dict[str, Any]:
 
 
 def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
-    block, rounds = (2, 4) if smoke else (row.steps, row.rounds)
+    block, rounds, pairs = (2, 4, 1) if smoke else (row.steps, row.rounds, row.pairs)
     steps = steps_needed(WARM_UP, block, rounds)
-    with tempfile.TemporaryDirectory() as folder:
+    plain: list[float] = []
+    blocks: list[Block] = []
+    for _ in range(pairs):
+        with tempfile.TemporaryDirectory() as folder:
 
-        def player(guarded: bool) -> Player:
-            own = Path(folder) / ("guarded" if guarded else "plain")
-            own.mkdir()
-            command = program(row, own, steps=steps, block=block, guarded=guarded)
-            return Player(command, env=environment(), stdout=subprocess.DEVNULL)
+            def player(guarded: bool, folder: str = folder) -> Player:
+                own = Path(folder) / ("guarded" if guarded else "plain")
+                own.mkdir()
+                command = program(row, own, steps=steps, block=block, guarded=guarded)
+                return Player(command, env=environment(), stdout=subprocess.DEVNULL)
 
-        plain, blocks = take_turns(player(guarded=False), player(guarded=True), rounds)
+            of_plain, of_guarded = take_turns(player(guarded=False), player(guarded=True), rounds)
+        plain += of_plain
+        blocks += of_guarded
     ms, ratios = (list(values) for values in zip(*blocks, strict=True))
     ratio = spread(ratios)
     return {
         "steps": block,
-        "rounds": rounds,
+        "pairs": pairs,
+        "rounds": len(blocks),
         "ratio": ratio["median"],
         "low": ratio["low"],
         "high": ratio["high"],
