@@ -41,8 +41,8 @@ METHOD = (
     "Each program is a process of its own. Healthy: the plain and the guarded program take turns, a block of some "
     "steps each, after a warm-up. A ratio is the time of a guarded block over that of the plain blocks before and "
     "after it: the median (where it lies with 95% certainty). Two processes of the same program differ by some "
-    "percent, so small programs are started anew several times. On the GPU this is wall-clock time until the device has "
-    "done the block, on the CPU the processor's time, with one thread. With faults: whole runs alternate, and the "
+    "percent, so small programs are started anew several times. On the GPU this is wall-clock time until the device "
+    "has done the block, on the CPU the processor's time, with one thread. With faults: whole runs alternate, and the "
     "ratio is that of their total times (smallest to largest). Lines are those that nanguard prints to a terminal of "
     "80 columns."
 )
