@@ -30,7 +30,7 @@ from nanguard.step.tape import (
     sets_data_of_trained,
 )
 from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
-from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
+from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, ROW, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
@@ -148,8 +148,8 @@ class TapeRecorder(SwitchedMode):
             kind = self._kinds[func] = kind_of(func)
         if not kind:
             return func(*args, **kwargs) if kwargs else func(*args)
-        is_grad, rows = _is_grad_enabled(), self._rows
-        if kind == BACKWARD or (kind & WRITES and not (is_grad or rows)):  # an average of weights, say, is no data
+        is_grad, rows, is_plain = _is_grad_enabled(), self._rows, kind == ROW
+        if not is_plain and (kind == BACKWARD or (kind & WRITES and not (is_grad or rows))):  # an average, say
             self._is_inside = True
             try:
                 return func(*args, **(kwargs or {}))
@@ -168,7 +168,7 @@ class TapeRecorder(SwitchedMode):
         named = _NOTHING
         if kwargs:
             named = {key: each if type(each) in PLAIN else self._noted(each) for key, each in kwargs.items()}
-        rng = self._note() if kind & DRAWS else None
+        rng = None if is_plain or not kind & DRAWS else self._note()
         self._is_inside = True
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -178,15 +178,13 @@ class TapeRecorder(SwitchedMode):
             raise
         finally:
             self._is_inside = False
-        if kind & WRITES and given and type(given[0]) is Outside and changed(given[0]) and not args[0].requires_grad:
-            return result  # data that are being prepared: what they were before is gone
-        if type(result) is not Tensor or kind & MAKES:
+        if not is_plain:
+            if kind & WRITES and self._is_no_row(func, given, args, result):
+                return result
             if kind & MAKES and named.get("device") is None and isinstance(result, Tensor):
                 named = {**named, "device": result.device}
+        if type(result) is not Tensor or kind & MAKES:
             self._add(func, given, named, rng, args, result, sys._getframe(1))
-            return result
-        if kind & WRITES and result.is_leaf and result.requires_grad and func is not _requires_grad_:
-            marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
             return result
         code, at = position_of(sys._getframe(1))
         autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
@@ -197,6 +195,15 @@ class TapeRecorder(SwitchedMode):
         if not number & 63:
             self._look_at_length()
         return result
+
+    def _is_no_row(self, func: Any, given: list[Any], args: Any, result: Any) -> bool:
+        """Whether a write to the first argument is no part of the step."""
+        if given and type(given[0]) is Outside and changed(given[0]) and not args[0].requires_grad:
+            return True  # data that are being prepared: what they were before is gone
+        if type(result) is Tensor and result.is_leaf and result.requires_grad and func is not _requires_grad_:
+            self._marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
+            return True
+        return False
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function that is one row, whatever it does inside, such as a Function of autograd."""
