@@ -19,7 +19,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPEN, OWN = sorted((BENCHMARKS / "zoo" / "cases").glob("*.py")), sorted((BENCHMARKS / "zoo" / "own").glob("*.py"))
 
 WRONG = {
-    "qk_growth": "step",  # attention logits leave fp16 at another step on each kind of CPU, in the plain loop too
     "adam_state_swapped": "step",  # the loss function swaps the moments anew at each replay, and so back
     "ckpt_average_half": "line",  # what made the weights infinite is one of several lines before training
     "cosine_lr_no_decay": "line",  # the learning rate was NaN already when it came to the optimizer
@@ -34,6 +33,8 @@ WRONG = {
     "stale_grad_buffer": "line",  # the memory is made in a helper, and the helper's line is named
 }
 """What is known to be said wrongly, and why. All else is to stay right."""
+ELSEWHERE = {"qk_growth": "step"}
+"""What the scorer counts as wrong although it is right: the label's step is that of the CPU on which it was written."""
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -56,6 +57,22 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+def first_bad_step(case: ModuleType) -> int | None:
+    """Where the loop that the zoo is written for, without a guard, shows the first non-finite number on this CPU."""
+    model, optimizer, batches, loss_fn = case.build(0)
+    precision = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(case.CASE["precision"])
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+            loss = loss_fn(model, batch)
+        loss.backward()
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        if not all(tensor.isfinite().all() for tensor in (loss, *grads, *model.state_dict().values())):
+            return step
+    return None
+
+
 REST = [path for place, path in enumerate(OWN) if place % 6]
 """Of our own programs, one in six is tried each time."""
 
@@ -71,13 +88,16 @@ def test_what_is_said_about_a_program_is_right(path: Path, caplog: pytest.LogCap
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the programs are written as their authors wrote them
         said = zoo.predict(path)
-    label = sys.modules[f"zoo_{path.stem}"].CASE
+    case = sys.modules[f"zoo_{path.stem}"]
+    label = case.CASE
     if label["cause"] == "none":
         assert not said["detected"] or said["cause"] in label.get("cause_alt", [])
         return
     assert said["detected"]
     known = WRONG.get(path.stem, "").split()
     marks = {field: mark for field, mark in score.judge(label, said).items() if field != "remedy"}
+    if not marks["step"] and "loop" not in label:  # numbers that grow leave fp16 at another step on another kind of CPU
+        marks["step"] = said["step"] == first_bad_step(case)
     wrong = {field: (said.get(field), label.get(field)) for field, mark in marks.items() if mark is False}
     assert set(wrong) <= set(known), wrong
     assert len(known) < 6
@@ -95,7 +115,8 @@ def test_the_score_in_the_docs_is_that_of_these_tests() -> None:
     text = (BENCHMARKS.parent / "docs" / "diagnosis.md").read_text()
     for name, paths in (("cases", OPEN), ("own", OWN)):
         healthy = [path for path in paths if path.stem.startswith("healthy_")]
-        known = [WRONG[path.stem] for path in paths if path.stem in WRONG]
+        counted = WRONG | ELSEWHERE
+        known = [counted[path.stem] for path in paths if path.stem in counted]
         faulty, late = len(paths) - len(healthy), sum("step" in fields.split() for fields in known)
         row = f"| `{name}` | {faulty} | {faulty} | {faulty - late} | {faulty - len(known)} | 0 of {len(healthy)} |"
         assert row in text
