@@ -25,6 +25,7 @@ from nanguard.diagnosis.trials import with_shown_samples
 from nanguard.records.diagnosis import Diagnosis, Fix, Source
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of
+from nanguard.state.warned import as_warned_before
 from nanguard.step.dry_run import DryRun
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
@@ -99,7 +100,8 @@ class DiagnosisScheduler:
         diagnosis, began = None, time.monotonic()
         if self._is_concerned(reading):
             try:
-                diagnosis = self._by_what_was_captured(pending, reading, past, update)
+                with as_warned_before():
+                    diagnosis = self._by_what_was_captured(pending, reading, past, update)
             except Exception as error:
                 if not _was_raised_before(error):
                     log.warning("step %d could not be examined", reading.step, exc_info=True)

@@ -91,7 +91,6 @@ class Recovery:
             return None
         return replace(answer, applied=True)
 
-    @as_warned_before()
     def answer(self, pending: PendingStep, verdict: Verdict) -> Outcome:
         """A step that was not finite, and did not change anything."""
         if self.ring is not None:
@@ -126,7 +125,6 @@ class Recovery:
             reading = replace(answer.verdict.reading, step=pending.step)
             self._act(pending, replace(answer.verdict, reading=reading), answer.action, answer.diagnosis)
 
-    @as_warned_before()
     def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
         """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""
         diagnosis = self.casebook.examine(pending, reading)
@@ -267,11 +265,13 @@ class Recovery:
         policy, history = self._parts.policy, self._parts.journal.history
         action = policy.decide(history, verdict)
         if verdict.kind == "nonfinite" and action.response != "skip":
-            verdict = self._with_cause(pending, verdict)
+            with as_warned_before():
+                verdict = self._with_cause(pending, verdict)
             action = policy.decide(history, verdict)
         attempts: list[Outcome] = []
         while True:
-            answer = self._act(pending, verdict, action, diagnosis)
+            with contextlib.nullcontext() if action.response == "skip" else as_warned_before():
+                answer = self._act(pending, verdict, action, diagnosis)
             if answer is not None:
                 return answer
             attempts.append(Outcome(verdict=verdict, action=action, applied=False, worked=False))

@@ -6,7 +6,10 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
+
+_REGISTRY = "__warningregistry__"
 
 
 class _Probe(Warning):
@@ -36,10 +39,13 @@ def as_warned_before() -> Iterator[None]:
 
 
 def _registries() -> list[dict[Any, Any]]:
-    found = (
-        vars(module).get("__warningregistry__") for module in list(sys.modules.values()) if hasattr(module, "__dict__")
-    )
-    return [registry for registry in found if isinstance(registry, dict)]
+    """Those of all modules. There are thousands, few have one, and this is asked twice for each bad step."""
+    found = []
+    for module in list(sys.modules.values()):
+        names = module.__dict__ if type(module) is ModuleType else getattr(module, "__dict__", {})
+        if _REGISTRY in names and isinstance(names[_REGISTRY], dict):
+            found.append(names[_REGISTRY])
+    return found
 
 
 def _version() -> int | None:
