@@ -91,13 +91,15 @@ def line_that_makes_data(
     *,
     not_in: Sequence[str] = (),
     used_in: str = "",
+    ran: Iterable[tuple[str, int]] = (),
 ) -> Source | None:
     """The line that makes a piece of data, found by its names or by its index in the ``num`` entries of a batch.
 
     Functions that only use the data are ignored: ``not_in``, and ``forward`` of modules. If the function that uses the
-    data, ``used_in``, has a variable of such a name itself, variables of other functions are others.
+    data, ``used_in``, has a variable of such a name itself, variables of other functions are others. ``ran`` are files
+    and lines that ran in the step: they were given the data.
     """
-    program, found = ProgramSource(tuple(files)), list[tuple[bool, Origin]]()
+    program, found = ProgramSource(tuple(files), frozenset(ran)), list[tuple[bool, Origin]]()
     own = list[tuple[bool, Origin]]()
     for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Expr, ast.Return):
         if program.function_of(node) in ("forward", *not_in):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanguard import _compat
 from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
@@ -20,6 +21,7 @@ from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.batch_indices import indices_of, num_samples_of
 from nanguard.state.parameter_sizes import ParameterSizes
+from nanguard.state.trees import tensors
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 
@@ -28,6 +30,10 @@ OlderWeights = Callable[[], AbstractContextManager[bool]]
 _MOST_STRETCHES, _STRETCHES_BEHIND = 64, 2
 _LAYERS = frozenset(("addmm", "mm", "mv", "convolution"))
 _DULL = frozenset(("to_copy", "clone", "copy", "unsafe_view", "view", "cat", "stack"))
+
+
+class NotRepeatable(Exception):
+    """The step ran again, but not from what it began with the first time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +52,17 @@ class Past:
 
 @dataclass(slots=True)
 class Exam:
-    """The examination of one step: how it ran, and its ``replay``, None if it cannot be run again."""
+    """The examination of one step: how it ran, and its ``replay``, None if it cannot be run again.
+
+    ``is_from_loader`` says that the samples may be those of a loader's batch.
+    """
 
     parts: StepParts
     pending: PendingStep
     run: WatchedRun
     past: Past
     replay: Replay | None
+    is_from_loader: bool = True
 
     def files(self, *others: object) -> list[str]:
         """Of the user's program: where the loss functions, the modules and the classes of ``others`` are defined."""
@@ -70,17 +80,24 @@ class Exam:
         One of size 1 may be that of the layers, as in the hidden state of an LSTM, if no loader has given the batch.
         """
         fetched, shape = self.pending.fetched, event.note.shape
-        num = None if is_one_sample(self.run.trace) else num_samples_of(self.batch(), fetched)
+        has_none = has_no_samples(self.run.trace, self.parts, self.pending)
+        num = None if has_none else num_samples_of(self.batch(), fetched)
         is_batch = num is not None and shape[:1] == (num,) and (num > 1 or bool(fetched))
         return event.evidence.samples if is_batch else ()
 
     def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:
         """The indices of samples of the batch in the dataset, empty if they are not known."""
-        if not samples or not self.pending.fetched:
+        if not samples or not self.pending.fetched or not self.is_from_loader:
             return ()
         num = max(1, len(self.pending.microbatches))
         indices = indices_of(self.batch(), self.pending.fetched, self.run.microbatch, num)
         return tuple(indices[sample] for sample in samples) if indices else ()
+
+    def may_be_from_loader(self, event: TraceEvent) -> bool:
+        """False if a loader gave other tensors of the batch, and not the one of this event."""
+        keys = {_compat.storage_key(tensor) for tensor in tensors(self.batch())}
+        given = [each for each in self.pending.fetched if each.shares_memory(keys)]
+        return event.storage is None or not given or any(each.shares_memory({event.storage}) for each in given)
 
     def trail(self, birth: TraceEvent) -> tuple[Stretch, ...]:
         """The range of values in each module of the forward pass, in the order in which the modules ran.
@@ -115,6 +132,12 @@ class Exam:
             for name, note in largest.items()
         ]
         return tuple(stretches[-_MOST_STRETCHES:])
+
+
+def has_no_samples(trace: Trace, parts: StepParts, pending: PendingStep) -> bool:
+    """True if the first dimension of the data may not be that of samples: it may be time, if no loader gave them."""
+    is_time_first = any(getattr(module, "batch_first", None) is False for module in parts.modules)
+    return (is_time_first and not pending.fetched) or is_one_sample(trace)
 
 
 def is_one_sample(trace: Trace) -> bool:

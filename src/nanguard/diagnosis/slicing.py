@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from nanguard.records.diagnosis import Source
 from nanguard.source.cells import cell_of
+from nanguard.source.statements import statement_at
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -37,9 +38,10 @@ class Origin:
 
 @dataclass(slots=True)
 class ProgramSource:
-    """The parsed files of a program."""
+    """The parsed files of a program. Lines that ``ran`` in the step were seen, and did not make what came before."""
 
     files: tuple[str, ...]
+    ran: frozenset[tuple[str, int]] = frozenset()
     functions: dict[str, list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]] = field(default_factory=dict)
     _scopes: dict[int, Scope] = field(default_factory=dict)
     _classes: dict[int, ast.ClassDef] = field(default_factory=dict)
@@ -79,12 +81,12 @@ class ProgramSource:
 
         Follows names to their assignments in the same function, and calls into functions of the program.
         """
-        best = Origin(self._risk_of(value), source_of_node(file, statement))
+        best = Origin(self._risk_of(file, value), source_of_node(file, statement))
         seen: set[int] = {id(value)}
         waiting = [(file, statement, value, 0)]
         while waiting:
             file, statement, value, depth = waiting.pop(0)
-            risk = self._risk_of(value)
+            risk = self._risk_of(file, value)
             if risk > best.risk:
                 best = Origin(risk, source_of_node(file, statement))
             if depth < _DEEPEST:
@@ -121,7 +123,10 @@ class ProgramSource:
                     seen.add(id(part[2]))
                     waiting.append(part)
 
-    def _risk_of(self, value: ast.AST) -> int:
+    def _risk_of(self, file: str, value: ast.AST) -> int:
+        lines = range(getattr(value, "lineno", 0), (getattr(value, "end_lineno", 0) or 0) + 1)
+        if any((file, line) in self.ran for line in lines):
+            return 0
         uses_one = any(isinstance(each, ast.Name) and each.id in self._constants for each in ast.walk(value))
         return _LITERAL if uses_one else risk_of(value)
 
@@ -252,7 +257,8 @@ def last_name(node: ast.AST) -> str:
 
 def source_of_node(file: str, node: ast.AST) -> Source:
     line = int(getattr(node, "lineno", 1))
-    return Source(file=cell_of(file) or file, line=line, text=linecache.getline(file, line).strip())
+    text, statement = linecache.getline(file, line).strip(), statement_at(file, line)
+    return Source(file=cell_of(file) or file, line=line, text=text, statement=statement)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.evidence import Evidence, where_bad
-from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
+from nanguard.diagnosis.exam import Exam, NotRepeatable, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
 from nanguard.records.diagnosis import Diagnosis, Source
@@ -49,6 +49,8 @@ def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
 
 def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     event = finding.event
+    if event.storage in exam.run.replaced:
+        raise NotRepeatable(f"{exam.run.replaced[event.storage]} goes from one call to the next")
     kind, _, name = event.origin.partition(" ")
     user = _first_use(exam, finding)
     diagnosis = Diagnosis(
@@ -98,8 +100,9 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         return _of_held(exam, diagnosis, held)
     users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
     used_in = user.place[2] if user is not None and user.place is not None else ""
-    names = _names_of(exam, event.origin)
-    line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in)
+    names, exam.is_from_loader = _names_of(exam, event.origin), exam.may_be_from_loader(event)
+    ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
+    line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in, ran=ran)
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
     return replace(
         diagnosis,

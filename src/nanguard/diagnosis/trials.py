@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from nanguard.diagnosis.exam import is_one_sample
+from nanguard.diagnosis.exam import has_no_samples
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.taped import TapedRun
 from nanguard.diagnosis.watched import WatchedRun
@@ -43,7 +43,8 @@ class Trials:
         """The diagnosis with the experiments and, if one was found, the fix that works."""
         self._microbatch = run.microbatch
         diagnosis = self._precision(diagnosis, run)
-        diagnosis = replace(diagnosis, samples=()) if is_one_sample(run.trace) else self._samples(diagnosis)
+        has_none = has_no_samples(run.trace, self._replay.parts, self._replay.pending)
+        diagnosis = replace(diagnosis, samples=()) if has_none else self._samples(diagnosis)
         confirmed = diagnosis.cause.startswith("overflow") and any(
             trial.result == "finite" and "fp32" in trial.what for trial in self._done
         )

@@ -22,7 +22,8 @@ class WatchedRun:
     """``found`` says what was non-finite: loss, gradients, buffers, parameters or update; ``""`` if nothing was.
 
     ``names`` are the names of the non-finite tensors, ``ends`` the events that made them so, ``hooks`` the lines and
-    modules that registered hooks on gradients.
+    modules that registered hooks on gradients. ``replaced`` are tensors that modules held in attributes, and that the
+    run has replaced: the step has done the same before, so they are not what it began with.
     """
 
     trace: Trace
@@ -32,6 +33,7 @@ class WatchedRun:
     microbatch: int = 0
     loss: Note | None = None
     hooks: list[tuple[Place, str]] = field(default_factory=list)
+    replaced: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:

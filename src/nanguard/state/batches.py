@@ -14,13 +14,16 @@ from nanguard.state.trees import PLAIN, named_tensors
 
 
 def num_samples(batch: Any) -> int | None:
-    """How many samples a batch holds: the first size that most of its tensors share; None if that is unclear."""
+    """How many samples a batch holds: the first size that most of its tensors share; None if that is unclear.
+
+    If all differ, that of the first tensor counts, but a mapping has no first one: it may be time that comes first.
+    """
     sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.ndim]
     if not sizes:
         return None
     (size, count), *others = Counter(sizes).most_common()
     if others and others[0][1] == count and count == 1:
-        size = sizes[0]
+        size = 0 if isinstance(batch, Mapping) else sizes[0]
     return size if size > 0 else None
 
 
