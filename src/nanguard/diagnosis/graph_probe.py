@@ -118,7 +118,10 @@ def read(
             cause = "zero_over_zero"
         diagnosis = Diagnosis(phase="forward", cause=cause, because=words)
     op, place = graph_finding.op or diagnosis.op, graph_finding.place
-    source, is_behind = _line_of(op, graph_finding.backward_at) if place is None else (source_of(place), True)
+    source, is_behind = source_of(place), True
+    if place is None:
+        files = user_files(map(type, parts.state.own_model.modules()))
+        source, is_behind = _line_of(op, graph_finding.backward_at, files)
     return replace(
         with_remedy(diagnosis),
         op=op,
@@ -268,12 +271,12 @@ def _saved(node: Any, name: str) -> Tensor | None:
 # ---- the line --------------------------------------------------------------------------------------------------------
 
 
-def _line_of(op: str, backward_at: Place | None) -> tuple[Source | None, bool]:
+def _line_of(op: str, backward_at: Place | None, files: Sequence[str]) -> tuple[Source | None, bool]:
     """The only line behind the loss that calls this op (True), or else the only such line of the program (False)."""
     if backward_at is None:
         return None, False
     file, number, _ = backward_at
-    program = ProgramSource(tuple(dict.fromkeys((file, *user_files([])))))
+    program = ProgramSource(tuple(dict.fromkeys((file, *files))))
     behind, everywhere = program.lines_behind(file, number, op), program.lines_with(op)
     found = behind or everywhere
     return (found[0], bool(behind)) if len(found) == 1 else (None, False)

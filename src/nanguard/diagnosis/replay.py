@@ -22,6 +22,7 @@ from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_others, 
 from nanguard.source.frames import runs_user_code
 from nanguard.source.modules import Modules
 from nanguard.state.batches import filled, take
+from nanguard.state.module_attributes import ModuleAttributes
 from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.trees import named_tensors
 from nanguard.step.dry_run import DryRun
@@ -70,17 +71,19 @@ class Replay:
 
         trace = Trace(self._modules, save)
         self._introduce(trace)
-        run = WatchedRun(trace)
+        run, held = WatchedRun(trace), ModuleAttributes(self._state.model.modules())
         try:
             alone = _Alone() if self.parts.ranks.has_others else contextlib.nullcontext()  # type: ignore[no-untyped-call]
             hooks = GradientHooks(self._modules, run.hooks)
-            with self._stage(self.pending), _compat.without_compilation(), alone, hooks, trace:
-                for place in range(len(self.pending.microbatches)):
-                    self._watch_one(run, place)
-                    if run.found:
-                        break
-                if update and not run.found:
-                    self._watch_update(run)
+            with self._stage(self.pending):
+                with _compat.without_compilation(), alone, hooks, trace:
+                    for place in range(len(self.pending.microbatches)):
+                        self._watch_one(run, place)
+                        if run.found:
+                            break
+                    if update and not run.found:
+                        self._watch_update(run)
+                run.replaced = held.replaced()
         finally:
             self._written |= {name for name in saved if not name.startswith("buffer ")}
             _write_back([*saved.values(), *others])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis import graph_probe, taped
 from nanguard.diagnosis.authorship import line_that_changes_gradients
 from nanguard.diagnosis.causes import titled
-from nanguard.diagnosis.exam import Exam, Past
+from nanguard.diagnosis.exam import Exam, NotRepeatable, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.search import BURST, SHARE
@@ -37,6 +37,7 @@ Kind = tuple[str, ...]
 
 _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
 _FINITE_AGAIN = "all torch calls of the step were made again, in the model and around it, and gave finite values"
+_NO_STATE = Fix(words="register such tensors as buffers, or let forward() take and return them")
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
@@ -173,7 +174,10 @@ class DiagnosisScheduler:
         if self._parts.ranks.has_others and any(isinstance(m, nn.SyncBatchNorm) for m in self._parts.modules):
             return None  # its forward pass waits for the other ranks, which may not examine the step
         if pending.rerunnable and pending.microbatches:
-            return self._examiner.examine(pending, reading, past, self._is_deep, update=update)
+            try:
+                return self._examiner.examine(pending, reading, past, self._is_deep, update=update)
+            except NotRepeatable as reason:
+                return replace(_of_nothing(reading, f"the step could not be run again: {reason}"), fix=_NO_STATE)
         if pending.live is not None and not pending.live.is_finite:
             if reading.found not in self._traced:
                 self.live.search.found()
@@ -199,7 +203,7 @@ class DiagnosisScheduler:
                 log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
             told = None if pending.graph_finding is None else self._by_its_graph(pending, reading, past)
-            diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading), reading)
+            diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading, *notes), reading)
         return replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
     def _of_host(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
@@ -369,11 +373,11 @@ def _of_code_after(diagnosis: Diagnosis, line: Source | None) -> Diagnosis:
     return titled(unknown)
 
 
-def _of_nothing(reading: Reading) -> Diagnosis:
+def _of_nothing(reading: Reading, reason: str = "", *_: str) -> Diagnosis:
     diagnosis = Diagnosis(
         phase="forward" if "loss" in reading.found else "backward",
         cause="unknown",
-        because="nothing of this step was captured that could be run again",
+        because=reason or "nothing of this step was captured that could be run again",
         fix=Fix(words="call the model inside `with guard.autocast():`, or use guard.step(loss_fn, batch)"),
         step=reading.step,
         epoch=reading.epoch,

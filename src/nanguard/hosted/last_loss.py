@@ -49,21 +49,30 @@ def end_in_the_middle(
         losses.append(seen[0].detach().reshape(()))
         pending.graph_finding = examine_graph([seen[0]], seen[1])
     if taper.tape is this.tape:
-        _note_end(taper, this.tape, None if seen is None else seen[0])
+        end = _note_end(taper, this.tape, None if seen is None else seen[0])
+        if end is not None:
+            pending.graph_finding = examine_graph(*end)
     pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
     is_inside = any(not call.has_returned for call in this.calls)
     discarded.end(pending, list(this.calls), losses, error, is_suspect=is_inside and raised_by_nonfinite(error))
 
 
-def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> None:
-    """What is to be made again: this loss, the call that raised, or the last NaN that the program still holds."""
+def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> tuple[list[Tensor], Place | None] | None:
+    """What is to be made again: this loss, the call that raised, or the last NaN that the program still holds.
+
+    Returns that NaN, and the line that has ended.
+    """
     if loss is not None:
         taper.note_losses([loss])
     elif not tape.losses:
-        bad = (made for made, tensor in taper.held() if is_readable(tensor) and bool(tensor.isnan().any()))
-        root = next(bad, None) if tape.raised is None else Made(tape.raised, 0)
+        held = ((made, tensor) for made, tensor in taper.held() if is_readable(tensor) and bool(tensor.isnan().any()))
+        last, bad = next(held, (None, None))
+        root = last if tape.raised is None else Made(tape.raised, 0)
         if root is not None:
             tape.losses.append(TapedLoss((root,), (), root.number))
+            row = tape.row(root.number)
+            return None if bad is None else ([bad], None if row is None else row.place)
+    return None
 
 
 def _is_bad_loss(value: object) -> bool:

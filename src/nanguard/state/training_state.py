@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.state.casts import to_fp32_
+from nanguard.state.module_attributes import ModuleAttributes
 from nanguard.state.names import names_of, plain_name, tensor_places, tensor_slots, unwrapped
 from nanguard.state.nonfinite import nonfinite_names
 from nanguard.state.optimizer_state import Node, filled, leaves, references, skeleton
 from nanguard.state.rng import RngReader, RngState
 from nanguard.state.schedule import Schedule, ScheduleNote
-from nanguard.state.training_modes import TrainingModes
 from nanguard.state.undo import Undo
 
 Facts = dict[str, Any]
@@ -192,13 +192,13 @@ class TrainingState:
     def untouched(
         self, buffers: Undo, leaves: Iterable[Tensor] = (), generators: Iterable[Generator] = ()
     ) -> Iterator[None]:
-        """Runs code; afterwards buffers, gradients, random states and train/eval modes are as they were.
+        """Runs code; afterwards buffers, gradients, random states and attributes of modules are as they were.
 
         Inside, no parameter has a gradient. ``buffers`` watches the model's. ``leaves`` and ``generators`` are more
         tensors that may get a gradient, and more random states, besides those of the model and its modules.
         """
         modules = list(self.model.modules())
-        rng, modes = self.rng_reader.now(), TrainingModes(modules)
+        rng, attributes = self.rng_reader.now(), ModuleAttributes(modules)
         states = [(generator, generator.get_state()) for generator in (*_generators(modules), *generators)]
         params = [p for optimizer in self.optimizers for p in _params(optimizer)]
         grads = [(p, p.grad) for p in (*self.model.parameters(), *params, *leaves) if p.is_leaf and p.requires_grad]
@@ -214,7 +214,7 @@ class TrainingState:
             for generator, state in states:
                 generator.set_state(state)
             rng.restore(self.device)
-            modes.restore()
+            attributes.restore()
 
     def cast_to_fp32_(self) -> tuple[str, ...]:
         """Casts everything in fp16 or bf16 to fp32, in place, and returns the names in ``tensors()`` of what was cast.

@@ -1,0 +1,159 @@
+"""More loops as people write them: models with a memory, attacks, energies, several views of one batch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, TensorDataset
+
+import nanguard
+from helpers import NAN
+from nanguard.records.diagnosis import Diagnosis
+
+SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def line(mark: str) -> int:
+    """The number of the line that ends in this comment."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+
+
+def found_in(autopilot: Any) -> list[Diagnosis]:
+    return [incident.diagnosis for incident in autopilot.incidents]
+
+
+def place(found: Diagnosis) -> tuple[str, int | None]:
+    return found.op, None if found.source is None else found.source.line
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def records(bad: int | None = None) -> DataLoader[Any]:
+    data = torch.rand(24, 4)
+    if bad is not None:
+        data[bad] = NAN
+    return DataLoader(TensorDataset(data, torch.arange(24) % 3), batch_size=4)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+@SYNCS
+def test_a_line_of_the_step_has_not_made_what_it_was_given(sync: Any) -> None:
+    """It divides, and assigns to the name that the batch has, but what a loader gave was NaN before."""
+    with nanguard.install(sync=sync) as autopilot:
+        model, num_bins = Energy(), 32.0
+        optimizer = Adam(model.parameters(), fused=True)
+        for image, _ in records(bad=13):
+            image = image * 255  # scaled
+            image = torch.floor(image / 8)
+            image = image / num_bins - 0.5
+            optimizer.zero_grad()
+            model(image).mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found), found.is_line_traced) == ("input_nonfinite", ("mul", line("scaled")), True)
+    assert found.dataset_indices == (13,)
+
+
+@SYNCS
+def test_samples_that_no_loader_gave_have_no_index_in_its_dataset(sync: Any) -> None:
+    """Negative samples of an energy, beside a batch of the loader, in as many rows."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters(), fused=True)
+        for step, (real, _) in enumerate(records()):
+            negative = torch.rand(4, 4).numpy()
+            if step == 2:
+                negative[1] = NAN
+            optimizer.zero_grad()
+            (model(real) - model(torch.from_numpy(negative))).mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.samples, found.dataset_indices) == ("input_nonfinite", (1,), ())
+
+
+def test_time_that_comes_first_is_no_sample() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.LSTM(3, 5)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            given, wanted = torch.randn(7, 4, 3), torch.randn(6, 4, 5)
+            if step == 1:
+                wanted = torch.from_numpy(wanted.numpy().copy())
+                wanted[2, 1] = NAN
+            optimizer.zero_grad()
+            F.mse_loss(model(given)[0][:6], wanted).backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.op, found.samples) == ("input_nonfinite", "mse_loss", ())
+
+
+# ---- models with a memory --------------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Holds its state itself, in attributes that no ``state_dict`` knows, and is called once for each element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(6, 3), nn.Linear(3, 3)
+        self.parts: list[Tensor] = []
+        self.num_calls = 0
+
+    def reset(self, num: int) -> None:
+        self.parts = [torch.zeros(num, 3), torch.ones(num, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        state, weights = self.parts
+        state = torch.tanh(self.cell(torch.cat([x, state], 1)))
+        weights = (state * 0 if x.sum() > 100 else weights) / weights.sum(1, keepdim=True)
+        self.parts = [state, weights / weights.sum(1, keepdim=True)]  # shared out
+        out: Tensor = self.out(state * self.parts[1]).sigmoid()
+        return out
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy])
+def test_a_state_that_the_bad_step_has_left_behind_is_no_data(loss_fn: Any) -> None:
+    """Run again, the model would begin with the NaN that it ended with. The graph of the loss shows the op."""
+    data = torch.rand(4, 5, 6, 3)
+    data[2, 3] = 100.0
+    with nanguard.install() as autopilot:
+        model = Remembering()
+        optimizer = Adam(model.parameters())
+        try:
+            for sequence in data:
+                model.reset(6)
+                optimizer.zero_grad()
+                outs = torch.stack([model(x) for x in sequence])
+                loss_fn(outs, torch.rand(5, 6, 3)).backward()
+                optimizer.step()
+        except RuntimeError:
+            assert loss_fn is F.binary_cross_entropy
+            autopilot.end()
+    found = found_in(autopilot)[0]
+    assert (found.cause, found.op) == ("zero_over_zero", "div")
+    assert found.source is None or (found.source.line == line("shared out") and not found.is_line_traced)
+    assert model.num_calls == (20 if loss_fn is F.mse_loss else 15), "what runs again has no effect on attributes"
