@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -84,6 +85,8 @@ class Autopilot:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
+        if self._monitor.unsound():
+            gc.collect()  # of optimizers that the program no longer has
         return self._monitor.unsound()
 
     @property

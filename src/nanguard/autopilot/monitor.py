@@ -92,6 +92,7 @@ class ProgramMonitor(ManualPrograms):
         """The program has made an optimizer. Its ``__init__`` may not be finished yet."""
         with self._at_work("a new optimizer could not be examined"):
             roots = self.registry.expect(optimizer)
+            self.taper.leave_out(optimizer)
             self._listener.listen(roots)
             if not (roots or self.registry.hosted_steps):  # bare tensors: there is no call of a module to begin at
                 self.taper.follow(self._coordinator, is_alone=True)

@@ -41,6 +41,13 @@ class ProgramTape(TapeRecorder):
             is_refused = coordinator.iteration.refused
             self.begin(coordinator.tape_to_write(), keeps_older=not is_alone or is_refused, is_refused=is_refused)
 
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """What an optimizer trains from now on is not made again, although the program has made it in this step."""
+        marks = [self._marks, *([] if self._older is None else [self._older[1]])]
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            for each in marks:
+                each.pop(id(param), None)
+
     @property
     def has_raised(self) -> bool:
         """Whether a torch call outside modules has raised, and was given NaN or Inf."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.graph_probe import GraphFinding
+from nanguard.errors import NonFiniteError
 from nanguard.source.frames import Place, is_users_file
 from nanguard.step.tape import is_readable
 
@@ -24,6 +25,8 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
     Only for an error that ends the program: reading variables may keep them alive. Syncs.
     """
     frames = list(passed(error))
+    if isinstance(error, NonFiniteError):  # ours: it says why itself
+        return None
     if not isinstance(error, Exception) or not any(map(_has_nan, _tensors_where_it_raised(error))):
         return None
     caller: Place | None = None

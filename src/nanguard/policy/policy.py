@@ -255,10 +255,15 @@ def _num_idle(history: Sequence[Outcome], verdict: Verdict) -> int:
 
 
 def _lowest_rung(history: Sequence[Outcome], verdict: Verdict) -> int:
-    """Where to start: at the rung taken last, if not a single step was applied since; above it, if it did nothing."""
+    """Where to start: at the rung taken last, if not a single step was applied since; above it, if it did nothing.
+
+    A rung that answered a bad step says nothing about damage that has come since.
+    """
     if not history or history[-1].action.rung is None or history[-1].applied:
         return 0
     last, rung = history[-1], history[-1].action.rung
+    if verdict.kind == "damage" and last.verdict.kind != "damage":
+        return 0
     between = verdict.reading.step - last.verdict.reading.step - 1 - last.lost
     if between > 0:
         return 0
