@@ -32,6 +32,7 @@ from nanguard.step.observers import Observer, Observers
 from nanguard.step.panels import PanelLogger
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import LAG
+from nanguard.step.repeats import RepeatCounter
 from nanguard.step.resuming import facts_of
 
 log = logging.getLogger("nanguard")
@@ -40,15 +41,23 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def make_journal(
-    run_dir: str | Path | RunFolder | None, *, is_first: bool, optimizer: str = "", observers: Sequence[Observer] = ()
+    run_dir: str | Path | RunFolder | None,
+    *,
+    is_first: bool,
+    optimizer: str = "",
+    observers: Sequence[Observer] = (),
+    repeats: RepeatCounter | None = None,
 ) -> Journal:
-    """A journal with the run log and the panels on the first rank, and the user's observers on all ranks."""
+    """A journal with the run log and the panels on the first rank, and the user's observers on all ranks.
+
+    ``repeats`` counts faults that come again, for several journals of a run.
+    """
     if not isinstance(observers, (list, tuple)):
         raise ValueError(f"observers must be a list of observers, got {observers!r}: write observers=[...]")
     runlog = RunLogObserver(run_dir, optimizer=optimizer) if is_first and run_dir is not None else None
     ours: list[Observer] = [] if runlog is None else [runlog]
     if is_first:
-        ours.append(PanelLogger(lambda: None if runlog is None else runlog.path))
+        ours.append(PanelLogger(lambda: None if runlog is None else runlog.path, repeats))
     # A monitor follows one optimizer, the first: several of them number their steps on their own.
     others = [each for each in observers if not isinstance(each, Monitor) or each.claim()]
     where = "guard.incidents" if runlog is None else ""

@@ -12,14 +12,11 @@ from nanguard.diagnosis.exam import has_no_samples
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.taped import TapedRun
 from nanguard.diagnosis.watched import WatchedRun
-from nanguard.records.diagnosis import Diagnosis, Trial
+from nanguard.records.diagnosis import OF_EARLIER_STEPS, Diagnosis, Trial
 from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.batches import filled
 from nanguard.state.casts import has_half_weights
 from nanguard.state.trees import tensors
-
-_OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high", "weight_decay_too_high")
-"""Causes that are not in the batch."""
 
 _HALF = ("torch.float16", "torch.bfloat16")
 _MOST_MODULES = 4
@@ -134,7 +131,7 @@ class Trials:
         pending = self._replay.pending
         batches = [micro.batch for micro in pending.microbatches]
         num = num_samples_of(batches[self._microbatch], pending.fetched) if batches else None
-        is_of_past = diagnosis.phase in ("parameter", "optimizer") or diagnosis.cause in _OF_EARLIER_STEPS
+        is_of_past = diagnosis.phase in ("parameter", "optimizer") or diagnosis.cause in OF_EARLIER_STEPS
         if num is None or num < 2 or is_of_past:
             return with_shown_samples(diagnosis)
         suspects = [sample for sample in diagnosis.samples if sample < num]

@@ -104,7 +104,7 @@ class HostedStep(UncheckedSteps):
             skippable=self.skippable,
             ranks=ranks,
             make_journal=lambda is_first: make_journal(
-                settings.run_dir, is_first=is_first, optimizer=name, observers=observers
+                settings.run_dir, is_first=is_first, optimizer=name, observers=observers, repeats=settings.repeats
             ),
         )
         self.parts.fp32_fix, self.parts.may_be_captured = settings.fp32_fix, not can_trace

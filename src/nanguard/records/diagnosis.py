@@ -25,6 +25,14 @@ autograd ``graph``; ``none``."""
 
 Depth = Literal["full", "brief"]
 
+OF_EARLIER_STEPS = frozenset(
+    ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high", "weight_decay_too_high")
+)
+"""Causes that are not in the batch: the op that fails first is a coincidence."""
+
+OF_MADE_DATA = "this line "
+"""How a reason begins if the line makes the data, and does not only use them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -173,6 +181,11 @@ class Diagnosis:
     def is_well_known(self) -> bool:
         """True if the op was seen to make the value. The graph that autograd keeps, or a guess, may be wrong."""
         return self.cause != "unknown" and self.confidence != "guess" and self.capture != "graph"
+
+    @property
+    def is_line_of_maker(self) -> bool:
+        """True if the line makes bad data. Else it is the first that uses them."""
+        return self.phase == "data" and (not self.is_line_traced or self.because.startswith(OF_MADE_DATA))
 
     @property
     def words(self) -> str:

@@ -102,14 +102,16 @@ def place_in_words(module: str, source: Source | None = None) -> str:
 
 
 def _where(diagnosis: Diagnosis) -> str:
-    source, module = diagnosis.source, place_in_words(diagnosis.module)
+    source, module, op = diagnosis.source, place_in_words(diagnosis.module), diagnosis.op
     line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
     place = ", ".join(filter(None, [line, module and f"in {module}"]))
-    if diagnosis.phase == "data" and diagnosis.is_line_traced:
+    if diagnosis.phase == "data" and not diagnosis.is_line_of_maker:
         place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
-    elif diagnosis.phase == "data":  # the line was found by reading where the data come from
-        place = ", ".join(filter(None, [line and f"{line} makes it", module and f"first used in {module}"]))
-    what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
+    elif diagnosis.phase == "data":  # the line is where the data come from
+        used = f"in {module}" if module else op and f"by {op}"
+        place = ", ".join(filter(None, [line and f"{line} makes it", used and f"first used {used}"]))
+        op = op if module else ""
+    what = ", ".join(filter(None, [op, diagnosis.phase, format_name(diagnosis.dtype)]))
     code = verbatim(source.statement or source.text) if source is not None and source.text else ""
     return (f"{place} ({what})" if place else what) + code
 

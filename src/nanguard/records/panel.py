@@ -25,13 +25,17 @@ def panel(incident: Incident, where: str | None = None) -> str:
     return laid_out(f" nanguard  step {incident.reading.step:,}  {headline(outcome)}", rows(outcome, where))
 
 
-def repeated(incident: Incident, *, same_as: int, count: int) -> str:
-    """The line for an incident with the same fault as that of an earlier step, the ``count``-th of them."""
+def repeated(incident: Incident, *, same_as: int, count: int, of: str = "") -> str:
+    """The line for an incident with the same fault as that of an earlier step, the ``count``-th of them.
+
+    ``of`` is the network of the earlier step, if that was another one.
+    """
     answer = done(incident.outcome).removesuffix(", nothing changed")
     network = incident.diagnosis.network if incident.diagnosis is not None else ""
     whose = f" ({network})" if network else ""
-    same = f"same as step {same_as:,}{whose}: {answer} ({count:,} times now)"
-    return f" nanguard  step {incident.reading.step:,}  {same}"
+    now, then = (whose, f" ({of})") if of and of != network else ("", whose)
+    same = f"same as step {same_as:,}{then}: {answer} ({count:,} times now)"
+    return f" nanguard  step {incident.reading.step:,}{now}  {same}"
 
 
 def headline(outcome: Outcome) -> str:

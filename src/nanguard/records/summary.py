@@ -69,5 +69,6 @@ def _first(incidents: Sequence[Incident]) -> str:
 def _why(diagnosis: Diagnosis) -> str:
     probably = "" if diagnosis.is_line_traced else "probably "
     place = "" if diagnosis.source is None else f"{probably}{diagnosis.source}"
-    where = f"{diagnosis.op} at {place}" if diagnosis.op and place and not probably else place or diagnosis.op
+    is_users = bool(diagnosis.op and place) and not (probably or diagnosis.is_line_of_maker)
+    where = f"{diagnosis.op} at {place}" if is_users else place or diagnosis.op
     return diagnosis.words + (f" ({where})" if where else "")

@@ -19,12 +19,12 @@ log = logging.getLogger("nanguard")
 class PanelLogger(Observer):
     """Logs the first incident of a kind as a panel. Repeats are one line each, and then only now and then.
 
-    ``path`` gives the path of the run log, None if there is none.
+    ``path`` gives the path of the run log, None if there is none. ``repeats`` is shared by several optimizers of a run.
     """
 
-    def __init__(self, path: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, path: Callable[[], str | None] = lambda: None, repeats: RepeatCounter | None = None) -> None:
         self._path = path
-        self._repeats = RepeatCounter(skips_only=True)
+        self._repeats = repeats or RepeatCounter(skips_only=True)
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "alert":
@@ -45,7 +45,7 @@ class PanelLogger(Observer):
             if seen.count == 1:
                 text = panel(incident, self._path())
             else:
-                text = repeated(incident, same_as=seen.step, count=seen.count)
+                text = repeated(incident, same_as=seen.step, count=seen.count, of=seen.network)
         except Exception:  # one that cannot be described must not silence the next
             what = outcome.action.response
             log.exception("step %d: %s, which could not be described", incident.reading.step, what)

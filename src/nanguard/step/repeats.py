@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nanguard.records.diagnosis import OF_EARLIER_STEPS
 from nanguard.records.steps import Incident, Outcome
 
 _MOST_KINDS = 1000
@@ -12,9 +13,10 @@ _MOST_KINDS = 1000
 
 @dataclass(slots=True)
 class Seen:
-    """The step of the first incident of a kind, and how many there were."""
+    """The step of the first incident of a kind, the network that it was of, and how many there were."""
 
     step: int
+    network: str = ""
     count: int = 1
 
     @property
@@ -34,22 +36,33 @@ class RepeatCounter:
         """How often this kind was seen, with this incident."""
         outcome = incident.outcome
         if self._skips_only and outcome.action.response != "skip":
-            return Seen(incident.reading.step)
+            return Seen(incident.reading.step, _network(outcome))
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         kind = (outcome.action.response, *likeness(outcome))
         seen = self._kinds.get(kind)
         if seen is None:
-            seen = self._kinds[kind] = Seen(incident.reading.step)
+            seen = self._kinds[kind] = Seen(incident.reading.step, _network(outcome))
         else:
             seen.count += 1
         return seen
 
 
 def likeness(outcome: Outcome) -> tuple[Any, ...]:
-    """A key that is equal for incidents with the same fault: the same cause at the same place."""
+    """A key that is equal for incidents with the same fault: the same cause at the same place, in any network.
+
+    Where a cause of earlier steps shows is a coincidence. If the place is not known, the optimizer counts. A program
+    may make one for each batch; they are numbered.
+    """
     diagnosis, verdict = outcome.diagnosis, outcome.verdict
     if diagnosis is None:
         return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
-    place = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    if diagnosis.cause in OF_EARLIER_STEPS:
+        return verdict.kind, diagnosis.cause
+    line = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
+    place = line or diagnosis.network.rstrip(" 0123456789")
     return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
+
+
+def _network(outcome: Outcome) -> str:
+    return "" if outcome.diagnosis is None else outcome.diagnosis.network
