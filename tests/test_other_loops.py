@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nanguard
 from helpers import NAN
 from nanguard.records.diagnosis import Diagnosis
+from test_run import NANGUARD, done, script
 
 SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
 
@@ -157,3 +159,152 @@ def test_a_state_that_the_bad_step_has_left_behind_is_no_data(loss_fn: Any) -> N
     assert (found.cause, found.op) == ("zero_over_zero", "div")
     assert found.source is None or (found.source.line == line("shared out") and not found.is_line_traced)
     assert model.num_calls == (20 if loss_fn is F.mse_loss else 15), "what runs again has no effect on attributes"
+
+
+# ---- optimizers that live for one batch ------------------------------------------------------------------------------
+
+
+def attacked(model: nn.Module, x: Tensor, steps: int = 3) -> Tensor:
+    """The worst ``x`` nearby, found by an optimizer of its own, which the program writes to as well."""
+    delta = torch.full_like(x, 0.01).requires_grad_()
+    attack = SGD([delta], lr=0.01)
+    for _ in range(steps):
+        attack.zero_grad()
+        (-model(x + delta).pow(2).mean()).backward()
+        attack.step()
+        delta.data.add_(x).clamp_(0, 1).sub_(x)
+    return (x + delta).detach()
+
+
+def panels_in(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if "\n   why" in record.getMessage()]
+
+
+def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> None:
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters())
+        for x, _ in records(bad=9):
+            worst = attacked(model, x)
+            optimizer.zero_grad()
+            model(worst).pow(2).mean().backward()
+            optimizer.step()
+        del x, worst
+        assert autopilot.unsound() == ()
+    did = [incident.outcome.action.response for incident in autopilot.incidents]
+    assert did == ["skip", "roll_back", "roll_back", "skip"]
+    assert found_in(autopilot)[0].dataset_indices == (9,)
+    assert autopilot.counts["applied"] == 5 * 3 + 5
+
+
+def test_an_error_of_ours_is_not_explained_as_one_of_the_program(tmp_path: Path) -> None:
+    code = """
+        import torch
+        from torch import nn
+
+        def train(x):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(torch.full((2, 4), float("nan")))
+    """
+    ran = done(*NANGUARD, "--halt-on-first", "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    assert ran.returncode == 1
+    assert len(nanguard.read_run(tmp_path / "run").incidents) == 1
+    assert "1 step, 1 not applied, halted" in ran.stderr
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_one_fault_is_one_panel_whichever_optimizer_it_hits(is_known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters())
+        for x, _ in records():
+            delta = torch.zeros_like(x).requires_grad_()
+            attack = SGD([delta], lr=0.01)
+            for _ in range(2):
+                attack.zero_grad()
+                (delta.norm().sqrt() if is_known else delta.sum()).backward()
+                assert delta.grad is not None
+                delta.grad.div_(1 if is_known else 0)
+                attack.step()
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert len(autopilot.incidents) == 12
+    assert len(panels_in(caplog)) == 1
+
+
+def test_a_learning_rate_is_one_fault_wherever_it_shows(caplog: pytest.LogCaptureFixture) -> None:
+    with nanguard.install() as autopilot:
+        model = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)])
+        optimizer = Adam(model.parameters(), lr=1e30)
+        sum(expert(torch.rand(2, 4)).mean() for expert in model).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        for step in range(6):
+            optimizer.zero_grad()
+            model[step % 3](torch.rand(2, 4)).mean().backward()
+            optimizer.step()
+    assert {found.cause for found in found_in(autopilot)} == {"learning_rate_too_high"}
+    assert len({found.module for found in found_in(autopilot)}) == 3
+    assert len(panels_in(caplog)) == 1
+
+
+# ---- errors of the program -------------------------------------------------------------------------------------------
+
+
+class Strict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weights
+        if out.isnan().any():
+            raise ValueError("NaN")
+        return out
+
+
+def test_the_model_is_called_again_although_it_raised() -> None:
+    """What it does with the data counts, not what they were made of."""
+    with nanguard.install() as autopilot, pytest.raises(ValueError, match="NaN"):
+        model = Strict()
+        optimizer = Adam(model.parameters())
+        try:
+            for step in range(4):
+                x = torch.rand(6, 4)
+                if step == 2:
+                    x[3, 1] = NAN  # set
+                optimizer.zero_grad()
+                model(x.cos()).mean().backward()
+                optimizer.step()
+        except ValueError:
+            autopilot.end()
+            raise
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.op, place(found)[1]) == ("input_nonfinite", "cos", line("set"))
+    assert "makes it, first used by cos" in str(found)
+    assert autopilot.counts["applied"] == 2
+    assert not autopilot.counts["skipped"]
+
+
+def test_what_the_program_computed_is_no_data_of_the_model() -> None:
+    """Only the last layer is a module that is called. What the others gave is not on record, since nothing came of it."""
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters())
+        for step in range(4):
+            x = torch.rand(4, 4) * (NAN if step == 3 else 1)
+            values = model.head((x @ model.body.weight.mT).relu())
+            if step == 3:
+                del values
+                break
+            optimizer.zero_grad()
+            values.mean().backward()
+            optimizer.step()
+        model.head(torch.rand(4, 8))
+    assert all(found.cause in ("unknown", "input_nonfinite") for found in found_in(autopilot))
+    assert all("head" not in found.module for found in found_in(autopilot))

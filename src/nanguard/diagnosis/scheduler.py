@@ -20,6 +20,7 @@ from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, NotRepeatable, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.live import Live
+from nanguard.diagnosis.look import look
 from nanguard.diagnosis.search import BURST, SHARE
 from nanguard.diagnosis.trials import with_shown_samples
 from nanguard.records.diagnosis import Diagnosis, Fix, Source
@@ -38,6 +39,7 @@ Kind = tuple[str, ...]
 _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
 _FINITE_AGAIN = "all torch calls of the step were made again, in the model and around it, and gave finite values"
 _NO_STATE = Fix(words="register such tensors as buffers, or let forward() take and return them")
+_COMPUTED = "what the program gave to the model was non-finite, and is no data: the program computed it"
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
@@ -278,13 +280,16 @@ class DiagnosisScheduler:
             diagnosis = self._examiner.examine(again, reading, past, self._is_deep)
         if diagnosis is None:
             return None
+        call = micros[diagnosis.microbatch or 0].batch
+        computed = [tensor for tensor in call.inputs if tensor.grad_fn is not None]
+        if diagnosis.phase == "data" and not all(look(tensor).is_finite for tensor in computed):
+            return replace(_of_nothing(reading, _COMPUTED), capture="module")
         from_outside = diagnosis.phase == "data" and ".gradients" in diagnosis.because
         if not diagnosis.repeats or from_outside:
             missed = any(call.misses_gradients for call in pending.calls)
             return _of_code_around(diagnosis, missed=missed, gradient_is_bad=from_outside)
         is_each_a_microbatch = len(pending.calls) == len(pending.losses)
         microbatch = diagnosis.microbatch if is_each_a_microbatch else None
-        call = micros[diagnosis.microbatch or 0].batch
         source = diagnosis.source or source_of(call.place)  # a model of torch modules only has no other line
         return replace(diagnosis, capture="module", microbatch=microbatch, source=source)
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis.graph_probe import examine_graph
+from nanguard.errors import NonFiniteError
 from nanguard.hosted.given import passed, raised_by_nonfinite
 from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
+from nanguard.step.calls import Call
 from nanguard.step.discarded import DiscardedPasses
 from nanguard.step.pending import PendingStep
 from nanguard.step.tape import CallTape, Made, TapedLoss, is_readable
@@ -41,6 +43,8 @@ def end_in_the_middle(
     before: Sequence[Tensor] = (),
 ) -> None:
     """The program ends before the step of this iteration: it is examined if it is not finite. Syncs."""
+    if isinstance(error, NonFiniteError):  # ours: it says why itself
+        return
     pending.live, pending.graph_finding = this.live, this.graph_finding
     pending.last_seen, pending.microbatches = list(this.batches) or None, list(this.reruns)
     losses = list(this.losses)
@@ -49,7 +53,7 @@ def end_in_the_middle(
         losses.append(seen[0].detach().reshape(()))
         pending.graph_finding = examine_graph([seen[0]], seen[1])
     if taper.tape is this.tape:
-        end = _note_end(taper, this.tape, None if seen is None else seen[0])
+        end = _note_end(taper, this.tape, None if seen is None else seen[0], this.calls)
         if end is not None:
             pending.graph_finding = examine_graph(*end)
     pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
@@ -57,7 +61,9 @@ def end_in_the_middle(
     discarded.end(pending, list(this.calls), losses, error, is_suspect=is_inside and raised_by_nonfinite(error))
 
 
-def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> tuple[list[Tensor], Place | None] | None:
+def _note_end(
+    taper: TapeRecorder, tape: CallTape, loss: Tensor | None, calls: Sequence[Call]
+) -> tuple[list[Tensor], Place | None] | None:
     """What is to be made again: this loss, the call that raised, or the last NaN that the program still holds.
 
     Returns that NaN, and the line that has ended.
@@ -67,7 +73,11 @@ def _note_end(taper: TapeRecorder, tape: CallTape, loss: Tensor | None) -> tuple
     elif not tape.losses:
         held = ((made, tensor) for made, tensor in taper.held() if is_readable(tensor) and bool(tensor.isnan().any()))
         last, bad = next(held, (None, None))
-        root = last if tape.raised is None else Made(tape.raised, 0)
+        raised = tape.raised
+        if raised is None and calls and not calls[-1].has_returned and calls[-1].taped is not None:
+            taper.after_module(calls[-1], [])
+            raised = max(tape.rows, default=None)
+        root = last if raised is None else Made(raised, 0)
         if root is not None:
             tape.losses.append(TapedLoss((root,), (), root.number))
             row = tape.row(root.number)

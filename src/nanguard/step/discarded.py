@@ -125,7 +125,7 @@ class DiscardedPasses:
         if found:
             self._parts.buffers.undo_()
             self._parts.last_forward.forget()
-            self._examine(pending, calls, found, loss, _in_words(error), is_part=False)
+            self._examine(pending, calls, found, loss, _in_words(error), is_part=True)
 
     def end_outside(self, pending: PendingStep, finding: object, error: BaseException | None) -> None:
         """The program has ended outside a step, because of what ``finding`` describes."""
