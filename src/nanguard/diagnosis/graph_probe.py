@@ -22,8 +22,9 @@ from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
+from nanguard.diagnosis.plans import forward_op
 from nanguard.diagnosis.slicing import ProgramSource
-from nanguard.diagnosis.trace import Trace, forward_op
+from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Reading

@@ -62,3 +62,21 @@ def _writes_unsaid(func: Any, argument: str) -> bool:
     name = str(func.overloadpacket.__name__)
     is_forward = "batch_norm" in name and "backward" not in name
     return is_forward and argument in ("running_mean", "running_var")
+
+
+def forward_op(node: Any) -> str:
+    """``SqrtBackward0`` is ``sqrt``, ``ToCopyBackward0`` is ``to_copy``."""
+    name = str(node.name() if callable(getattr(node, "name", None)) else type(node).__name__)
+    base = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward").removesuffix("Backwards")
+    out = ""
+    for place, letter in enumerate(base):
+        if letter.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
+            out += "_"
+        out += letter.lower()
+    return out.strip("_")
+
+
+def belong(op: str, node: str) -> bool:
+    """True if an op can have made a node."""
+    op, node = op.replace("_", ""), node.replace("_", "")
+    return op.startswith(node) or node.startswith(op)

@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from nanguard import _compat
 from nanguard.diagnosis.data_events import data_event, has_posinf
 from nanguard.diagnosis.evidence import gather, new_places
 from nanguard.diagnosis.look import NOTHING, Look, can_hold_nan, can_look, look
-from nanguard.diagnosis.plans import LIFTS, Plan, plan_of
+from nanguard.diagnosis.plans import LIFTS, Plan, belong, forward_op, plan_of
 from nanguard.diagnosis.provenance import (
     BATCH,
     OTHER,
@@ -123,10 +124,10 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forward_site(self, sequence: int, node: str) -> Site | None:
         """The site of the forward op that made a node of the graph."""
         mine = self._sites.get((self._main, sequence))
-        if mine is not None and _belong(mine[0], node):
+        if mine is not None and belong(mine[0], node):
             return mine[1]
         for (_, number), (op, site) in self._sites.items():
-            if number == sequence and _belong(op, node):
+            if number == sequence and belong(op, node):
                 return site
         return None if mine is None else mine[1]
 
@@ -144,6 +145,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         plan = self._plans.get(func) or self._plans.setdefault(func, plan_of(func))
         node = _compat.current_node()
         site = find_site(self.modules, in_engine=node is not None)
+        if site.is_stand_in and site.module is None:
+            site = replace(site, module=self._module_of(args))
         self._remember_node(plan, site, node)
         if plan.is_view:
             return func(*args, **kwargs)
@@ -287,6 +290,13 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.append(note)
         return note
 
+    def _module_of(self, args: Any) -> str | None:
+        """The module whose parameters an op is given with other tensors, as a layer is; None if there is none."""
+        names = [getattr(self._parent(_compat.storage_key(tensor)), "name", "") for tensor in tensors(args)]
+        owned = {name.partition(" ")[2].rpartition(".")[0] for name in names if name.startswith("parameter ")}
+        is_layer = len(owned) == 1 and not all(name.startswith("parameter ") for name in names)
+        return owned.pop() if is_layer else None
+
     def _parent(self, key: int) -> Note | Leaf | None:
         return self._made.get(key) or self._leaves.get(key)
 
@@ -357,24 +367,6 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if event.evidence.is_mask and not note.roots & PARAMETER:  # outputs of the model are not a mask
                 event.kind = "given"
         return event
-
-
-def forward_op(node: Any) -> str:
-    """``SqrtBackward0`` is ``sqrt``, ``ToCopyBackward0`` is ``to_copy``."""
-    name = str(node.name() if callable(getattr(node, "name", None)) else type(node).__name__)
-    base = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward").removesuffix("Backwards")
-    out = ""
-    for place, letter in enumerate(base):
-        if letter.isupper() and place and not base[place - 1].isupper() and base[place - 1] != "_":
-            out += "_"
-        out += letter.lower()
-    return out.strip("_")
-
-
-def _belong(op: str, node: str) -> bool:
-    """True if an op can have made a node."""
-    op, node = op.replace("_", ""), node.replace("_", "")
-    return op.startswith(node) or node.startswith(op)
 
 
 def _covers(tensor: Tensor) -> bool:

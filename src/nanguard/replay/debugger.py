@@ -19,7 +19,7 @@ import torch
 
 from nanguard import _compat
 from nanguard.diagnosis.look import look
-from nanguard.diagnosis.trace import forward_op
+from nanguard.diagnosis.plans import forward_op
 from nanguard.errors import ReplayError
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.replay.calls import call_again

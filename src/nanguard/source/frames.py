@@ -80,6 +80,7 @@ class Site:
 
     ``home`` is the module whose code contains the line. ``by_engine`` is True if the autograd engine ran the op,
     ``in_user_code`` if the engine called Python code of the user: the backward of a custom Function, or a hook.
+    ``is_stand_in``: nanguard calls torch in the place of that line, outside of the modules that called it.
     """
 
     place: Place | None
@@ -87,6 +88,7 @@ class Site:
     home: str | None = None
     by_engine: bool = False
     in_user_code: bool = False
+    is_stand_in: bool = False
 
 
 def find_site(modules: Modules, *, in_engine: bool) -> Site:
@@ -128,9 +130,10 @@ def find_site(modules: Modules, *, in_engine: bool) -> Site:
             break
         frame = frame.f_back
     by_engine = in_engine and not recomputes
-    if not by_engine:
-        lesser = lesser or _STAND_IN[-1]
-    return Site(place or lesser, module, home, by_engine=by_engine, in_user_code=by_engine and place is not None)
+    is_stand_in = not (by_engine or place or lesser) and _STAND_IN[-1] is not None
+    found = _STAND_IN[-1] if is_stand_in else place or lesser
+    in_user_code = by_engine and place is not None
+    return Site(found, module, home, by_engine=by_engine, in_user_code=in_user_code, is_stand_in=is_stand_in)
 
 
 @contextlib.contextmanager
