@@ -13,14 +13,14 @@ from nanguard.diagnosis import authorship, blame
 from nanguard.diagnosis.causes import titled, with_remedy
 from nanguard.diagnosis.exam import Exam, Past, device_name, link_of, links_of, parameters_in
 from nanguard.diagnosis.op_faults import op_fault
-from nanguard.diagnosis.process import as_a_process
+from nanguard.diagnosis.process import as_a_process, as_computed_data
 from nanguard.diagnosis.provenance import Note
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.trials import Trials, with_shown_samples
 from nanguard.diagnosis.watched import WatchedRun
-from nanguard.records.diagnosis import Diagnosis, Source, Trial
+from nanguard.records.diagnosis import Diagnosis, Fix, Source, Trial
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of
 from nanguard.step.dry_run import DryRun
@@ -30,6 +30,7 @@ from nanguard.step.pending import PendingStep
 _BUDGET = 40.0
 """The time limit of all experiments together, as a multiple of the time of one replay."""
 
+_OF_OPTIMIZER = Fix(words="look at what the optimizer divides by, and takes roots and logarithms of")
 _BACKWARD_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook")
 _FORWARD_HOOKS = ("register_forward_hook", "register_forward_pre_hook")
 
@@ -76,7 +77,15 @@ class Examiner:
     def examine_update(self, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis | None:
         """Examine the update of a step whose gradients still exist. None if the update is finite."""
         replay = Replay(self._parts, self._dry_run, pending)
-        run = replay.watched_update()
+        try:
+            run = replay.watched_update()
+        except Exception as error:  # it may have changed what it needs, such as the graph of the gradients
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self._parts.state.optimizers)
+            because = f"{kinds}.step() cannot be called again: {' '.join(str(error).split()):.160}"
+            unknown = Diagnosis(
+                phase="optimizer", cause="unknown", because=because, fix=_OF_OPTIMIZER, step=reading.step
+            )
+            return titled(replace(unknown, epoch=reading.epoch, batch=reading.batch))
         if run.is_finite:
             return None
         exam = Exam(self._parts, pending, run, past, None)
@@ -92,6 +101,8 @@ class Examiner:
         diagnosis = state_fault(exam, finding)
         if diagnosis is None:
             diagnosis = as_a_process(exam, op_fault(exam, finding), finding.event)
+        else:
+            diagnosis = as_computed_data(exam, diagnosis)
         return replace(
             with_remedy(diagnosis),
             chain=links_of(finding.chain),
@@ -105,6 +116,7 @@ class Examiner:
         return replace(
             diagnosis,
             dataset_indices=exam.dataset_indices(diagnosis.samples),
+            is_order_assumed=any(each.is_collated for each in pending.fetched),
             step=pending.step if reading is None else reading.step,
             epoch=pending.epoch,
             batch=pending.batch,

@@ -89,6 +89,17 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
     )
 
 
+def as_computed_data(exam: Exam, diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis of data that no loader gave, if the first steps have made parameters explode: they are computed.
+
+    Such as samples that the program draws with the model itself.
+    """
+    jump = _jump(exam) if diagnosis.cause == "input_nonfinite" and not exam.is_from_loader else None
+    if jump is None or jump.growth < _JUMPED:
+        return diagnosis
+    return _of_learning_rate(diagnosis, jump)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jump:
     """A parameter that the first steps, ``num`` of them, have made grow from ``then`` to ``now``."""

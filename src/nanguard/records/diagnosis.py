@@ -127,9 +127,9 @@ class Diagnosis:
     ``cause`` is the name of the cause, ``title`` the same in words. ``op`` is torch's name of the operation; for a
     fault in a derivative it is the forward op. ``module`` is the qualified name of the innermost module, ``""`` outside
     of all modules; ``source`` is the user's line. If a program trains several networks, ``network`` says which one
-    the step was of. ``because`` gives the cause in numbers. ``element`` is the index of
-    the offending value, ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the
-    dataset, if known. ``chain`` leads from the op to the
+    the step was of. ``because`` gives the cause in numbers. ``element`` is the index of the offending value,
+    ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the dataset, if known; with
+    ``is_order_assumed`` only if the program's ``collate_fn`` keeps the order. ``chain`` leads from the op to the
     non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
     reading the program, not by running it. ``batch`` is the position of the step's data in the epoch, ``since_step``
     the last step with a good state.
@@ -151,6 +151,7 @@ class Diagnosis:
     element: tuple[int, ...] | None = None
     samples: tuple[int, ...] = ()
     dataset_indices: tuple[int, ...] = ()
+    is_order_assumed: bool = False
     chain: tuple[Link, ...] = ()
     harmless: tuple[Link, ...] = ()
     trail: tuple[Stretch, ...] = ()

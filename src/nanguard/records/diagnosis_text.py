@@ -38,6 +38,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         where = f"{places} {listed(samples, _MOST_SAMPLES)} of the batch"
         if indices:
             where += f": dataset {places} {listed(indices, _MOST_SAMPLES)}"
+            where += " if collate_fn keeps the order" * diagnosis.is_order_assumed
         if diagnosis.element:
             where += f", first at {list(diagnosis.element)}"
         yield "sample", where

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from nanguard import _compat, _compat_data
 from nanguard.state.batches import num_samples
@@ -27,7 +27,7 @@ class FetchedBatch:
 
     ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
     order. ``source`` identifies the loader. ``marks`` has shape and a few values of each tensor, for a host that copies
-    the batch to a device.
+    the batch to a device. If it ``is_collated`` by a function of the program, the samples may have another order.
     """
 
     given: Any
@@ -35,6 +35,7 @@ class FetchedBatch:
     is_ahead: bool = False
     source: int = 0
     marks: tuple[tuple[torch.Size, Tensor], ...] = ()
+    is_collated: bool = False
 
     def shares_memory(self, keys: set[int]) -> bool:
         """True if one of these storages is one of this batch."""
@@ -44,8 +45,9 @@ class FetchedBatch:
 class NotedSampler:
     """A sampler that notes what it gives. Batches come in the same order, however many workers prepare in advance."""
 
-    def __init__(self, sampler: Any, *, tells: bool, is_ahead: bool = False) -> None:
+    def __init__(self, sampler: Any, loader: DataLoader[Any], *, tells: bool, is_ahead: bool = False) -> None:
         self._sampler, self.tells, self.is_ahead = sampler, tells, is_ahead
+        self._is_collated = not any(loader.collate_fn is each for each in (default_collate, default_convert))
         self._given: deque[Any] = deque()
         self.num_forwards: int | None = None
 
@@ -76,7 +78,7 @@ class NotedSampler:
         marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
         marks = tuple([(part.shape, _few_values(part)) for part in marked])
         storages = tuple([_compat.weak_storage(part) for part in parts])
-        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks)
+        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks, self._is_collated)
 
 
 class _Noting(Iterator[Any]):
@@ -103,7 +105,7 @@ def begin_noted(
     sampler = vars(loader)[name]
     if isinstance(sampler, NotedSampler):
         return begin(loader), None
-    vars(loader)[name] = NotedSampler(sampler, tells=tells)  # setattr is refused
+    vars(loader)[name] = NotedSampler(sampler, loader, tells=tells)  # setattr is refused
     try:
         iterator = begin(loader)
     finally:
@@ -122,7 +124,7 @@ def noted_iterator(loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = vars(loader)[name]
     inside = sampler._sampler if isinstance(sampler, NotedSampler) else sampler
-    vars(loader)[name] = NotedSampler(inside, tells=False, is_ahead=not _iterates_as_torch(loader))
+    vars(loader)[name] = NotedSampler(inside, loader, tells=False, is_ahead=not _iterates_as_torch(loader))
     try:
         return make()
     finally:

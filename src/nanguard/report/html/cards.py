@@ -207,7 +207,11 @@ def _data(diagnosis: Diagnosis, bundle: Bundle | None) -> Iterator[Child]:
     if diagnosis.dataset_indices:
         records = ", ".join(map(str, diagnosis.dataset_indices[:_MOST]))
         yield tag(
-            "p", "In the dataset: ", "index " if len(diagnosis.samples) == 1 else "indices ", tag("strong", records)
+            "p",
+            "In the dataset: ",
+            "index " if len(diagnosis.samples) == 1 else "indices ",
+            tag("strong", records),
+            ", if collate_fn keeps the order" if diagnosis.is_order_assumed else "",
         )
     if diagnosis.element is not None:
         shape = " x ".join(map(str, diagnosis.shape)) or "one number"

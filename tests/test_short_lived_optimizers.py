@@ -1,0 +1,148 @@
+"""Programs with optimizers of their own kind: made for one batch, many of them, or of second order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import nanguard
+from test_other_loops import Energy, found_in, records
+from test_run import NANGUARD, done, script
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# ---- optimizers that live for one batch ------------------------------------------------------------------------------
+
+
+def attacked(model: nn.Module, x: Tensor, steps: int = 3) -> Tensor:
+    """The worst ``x`` nearby, found by an optimizer of its own, which the program writes to as well."""
+    delta = torch.full_like(x, 0.01).requires_grad_()
+    attack = SGD([delta], lr=0.01)
+    for _ in range(steps):
+        attack.zero_grad()
+        (-model(x + delta).pow(2).mean()).backward()
+        attack.step()
+        delta.data.add_(x).clamp_(0, 1).sub_(x)
+    return (x + delta).detach()
+
+
+def panels_in(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if "\n   why" in record.getMessage()]
+
+
+def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> None:
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters())
+        for x, _ in records(bad=9):
+            worst = attacked(model, x)
+            optimizer.zero_grad()
+            model(worst).pow(2).mean().backward()
+            optimizer.step()
+        del x, worst
+        assert autopilot.unsound() == ()
+    did = [incident.outcome.action.response for incident in autopilot.incidents]
+    assert did == ["skip", "roll_back", "roll_back", "skip"]
+    assert found_in(autopilot)[0].dataset_indices == (9,)
+    assert autopilot.counts["applied"] == 5 * 3 + 5
+
+
+def test_an_error_of_ours_is_not_explained_as_one_of_the_program(tmp_path: Path) -> None:
+    code = """
+        import torch
+        from torch import nn
+
+        def train(x):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(torch.full((2, 4), float("nan")))
+    """
+    ran = done(*NANGUARD, "--halt-on-first", "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    assert ran.returncode == 1
+    assert len(nanguard.read_run(tmp_path / "run").incidents) == 1
+    assert "1 step, 1 not applied, halted" in ran.stderr
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_one_fault_is_one_panel_whichever_optimizer_it_hits(is_known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters())
+        for x, _ in records():
+            delta = torch.zeros_like(x).requires_grad_()
+            attack = SGD([delta], lr=0.01)
+            for _ in range(2):
+                attack.zero_grad()
+                (delta.norm().sqrt() if is_known else delta.sum()).backward()
+                assert delta.grad is not None
+                delta.grad.div_(1 if is_known else 0)
+                attack.step()
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert len(autopilot.incidents) == 12
+    assert len(panels_in(caplog)) == 1
+
+
+def test_a_learning_rate_is_one_fault_wherever_it_shows(caplog: pytest.LogCaptureFixture) -> None:
+    with nanguard.install() as autopilot:
+        model = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)])
+        optimizer = Adam(model.parameters(), lr=1e30)
+        sum(expert(torch.rand(2, 4)).mean() for expert in model).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        for step in range(6):
+            optimizer.zero_grad()
+            model[step % 3](torch.rand(2, 4)).mean().backward()
+            optimizer.step()
+    assert {found.cause for found in found_in(autopilot)} == {"learning_rate_too_high"}
+    assert len({found.module for found in found_in(autopilot)}) == 3
+    assert len(panels_in(caplog)) == 1
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+class Curved(Optimizer):
+    """Differentiates gradients, and detaches them, so that its step cannot be made twice."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(param.grad.grad_fn is None for param in params):
+            raise RuntimeError("no graph")
+        curvatures = torch.autograd.grad([p.grad.sum() for p in params], params, retain_graph=True)
+        for param, curvature in zip(params, curvatures, strict=True):
+            param.data.sub_(0.1 * param.grad.detach_() / (curvature.abs() + 1))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_an_update_that_cannot_be_made_again_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    with nanguard.install() as autopilot:
+        model = Energy()
+        optimizer = Curved(model.parameters())
+        for step in range(3):
+            out = model(torch.rand(4, 4)).mean()
+            if step == 1:
+                out = out + (out - out.detach()).abs().pow(1.5)
+            out.pow(2).backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = found_in(autopilot)
+    assert (found.phase, found.cause) == ("optimizer", "unknown")
+    assert found.because == "Curved.step() cannot be called again: no graph"
+    assert "could not be examined" not in caplog.text
