@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nanguard
 from helpers import NAN
 from nanguard.records.diagnosis import Diagnosis
+from test_run import NANGUARD, done, script
 
 SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
 
@@ -274,3 +276,70 @@ def test_what_the_program_computed_is_no_data_of_the_model() -> None:
         model.head(torch.rand(4, 8))
     assert all(found.cause in ("unknown", "input_nonfinite") for found in found_in(autopilot))
     assert all("head" not in found.module for found in found_in(autopilot))
+
+
+LEAVES = """
+    import math
+    import sys
+    import torch
+    from torch import nn
+
+    def train():
+        for step in range(4):
+            out = model(torch.rand(3, 4))
+            parts = {"mean": out.mean(), "share": out.sum() / (3.0 - step)}
+            loss = sum(parts.values())
+            if not math.isfinite(sum(part.item() for part in parts.values())):
+                sys.exit(1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train()
+"""
+
+
+def test_a_program_that_leaves_because_of_its_loss_is_told_why(tmp_path: Path) -> None:
+    """What the model returned is finite, and nothing was raised."""
+    ran = done(*NANGUARD, "--run-dir", "run", script(tmp_path, LEAVES), cwd=tmp_path)
+    assert ran.returncode == 1
+    (incident,) = nanguard.read_run(tmp_path / "run").incidents
+    found = incident.diagnosis
+    assert found is not None
+    assert (found.step, found.cause, place(found)) == (3, "div_by_zero", ("div", 10))
+    assert "the program ended before its optimizer stepped" in ran.stderr
+    assert "nanguard: 3 steps, 1 bad result" in ran.stderr
+
+
+def matched(outs: Tensor, boxes: list[Tensor]) -> Tensor:
+    """Without gradients, and as strict as the matcher of a detector."""
+    with torch.no_grad():
+        wanted = torch.cat(boxes)
+        low, high = wanted - 0.1, wanted + 0.1  # spread
+        assert (high >= low).all()
+        return torch.cdist(outs, wanted).argmin(1)
+
+
+def test_an_assertion_about_nan_outside_the_model_is_explained() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 2)
+        optimizer = Adam(model.parameters())
+        try:
+            for x, y in records():
+                boxes = [torch.rand(2, 2), torch.rand(3, 2)]
+                if int(y[0]) == 2:
+                    boxes[1] = torch.from_numpy(boxes[1].numpy().copy())
+                    boxes[1][2, 0] = NAN
+                outs = model(x)
+                loss = F.cross_entropy(outs, matched(outs, boxes) % 2)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        except AssertionError:
+            autopilot.end()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)[1], found.samples) == ("input_nonfinite", line("spread"), ())
+    assert "holds NaN at [2, 0]" in found.because
+    assert autopilot.counts["applied"] == 2

@@ -79,9 +79,12 @@ class Autopilot:
         """How many have been guarded. A program that updates its tensors itself counts as one."""
         return self._monitor.registry.num_optimizers
 
-    def end(self) -> None:
-        """The program has ended, maybe by the error that is being handled now: examines a step that it did not make."""
-        self._monitor.end(sys.exc_info()[1])
+    def end(self, leaves: SystemExit | None = None) -> None:
+        """The program has ended, maybe by the error that is being handled now: examines a step that it did not make.
+
+        ``leaves``: it has called ``sys.exit()``.
+        """
+        self._monitor.end(leaves or sys.exc_info()[1])
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""

@@ -189,7 +189,7 @@ def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Seq
             if os.getpid() != process:
                 pass  # a process that the program forked
             elif is_first_rank():
-                _sum_up(begun[0] if begun else None, settings.run_dir, str(relaunch), quiet)
+                _sum_up(begun[0] if begun else None, settings.run_dir, str(relaunch), quiet, left)
             elif begun:
                 begun[0].uninstall()
     is_halted = os.getpid() == process and bool(begun) and begun[0].counts.get("halted", 0) > 0
@@ -199,17 +199,19 @@ def _fly(program: LaunchedProgram, settings: Settings, options: Callable[[], Seq
         raise left
 
 
-def _sum_up(autopilot: Autopilot | None, folder: RunFolder | None, of_others: str, quiet: bool) -> None:
+def _sum_up(
+    autopilot: Autopilot | None, folder: RunFolder | None, of_others: str, quiet: bool, leaves: SystemExit | None
+) -> None:
     """Prints one line to stderr, and writes the report if there were incidents. Never raises.
 
-    ``of_others`` tells of programs that were started and are not guarded.
+    ``of_others`` tells of programs that were started and are not guarded. ``leaves``: the program called ``sys.exit()``.
     """
     try:
         told, incidents, where = "nothing to guard: torch was never imported", False, ""
         if autopilot is not None:
             from nanguard.autopilot.summary import sentence
 
-            autopilot.end()
+            autopilot.end(leaves)
             unsound = autopilot.unsound()
             autopilot.uninstall()
             told, incidents = sentence(autopilot, unsound=unsound), bool(autopilot.incidents)

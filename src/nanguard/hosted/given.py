@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Iterator
 from types import FrameType
 
@@ -16,7 +17,11 @@ from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.graph_probe import GraphFinding
 from nanguard.errors import NonFiniteError
 from nanguard.source.frames import Place, is_users_file
+from nanguard.state.trees import named_tensors
 from nanguard.step.tape import is_readable
+
+_MOST_TENSORS = 1000
+"""So many are looked at in what a function was given."""
 
 
 def given_nan(error: BaseException | None) -> GraphFinding | None:
@@ -33,21 +38,24 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
     for frame, line in frames:
         code, is_own = frame.f_code, is_users_file(frame.f_code.co_filename)
         for name in _arguments(frame) if is_own and caller is not None else ():
-            value = frame.f_locals[name]
-            if issubclass(type(value), Tensor) and _has_nan(value):
-                element = where_bad(value).element
-                at = f" at {list(element)}" if element else ""
-                words = f"{name}, which {code.co_name}() was given, holds NaN{at}"
-                return GraphFinding("", None, words, True, None, place=caller)
+            for path, tensor in itertools.islice(named_tensors(frame.f_locals[name], name), _MOST_TENSORS):
+                if _has_nan(tensor):
+                    element = where_bad(tensor).element
+                    at = f" at {list(element)}" if element else ""
+                    words = f"{path}, which {code.co_name}() was given, holds NaN{at}"
+                    return GraphFinding("", None, words, True, None, place=caller)
         caller = (code.co_filename, line, code.co_name) if is_own else caller
     return None
 
 
-def raised_by_nonfinite(error: BaseException | None) -> bool:
-    """Whether what raised was looking at NaN or Inf, such as the scale of a distribution. -Inf may be a mask. Syncs."""
+def raised_by_nonfinite(error: BaseException | None, *, is_in_model: bool) -> bool:
+    """Whether what raised was looking at NaN; in the model also at Inf, such as the scale of a distribution. Syncs.
+
+    -Inf may be a mask, and outside the model so may Inf.
+    """
     if not isinstance(error, (ValueError, RuntimeError, ArithmeticError, AssertionError)):
         return False
-    return any(_has_nan(each) or _has_inf(each) for each in _tensors_where_it_raised(error))
+    return any(_has_nan(each) or (is_in_model and _has_inf(each)) for each in _tensors_where_it_raised(error))
 
 
 def _tensors_where_it_raised(error: BaseException | None) -> list[Tensor]:

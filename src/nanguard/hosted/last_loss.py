@@ -58,7 +58,9 @@ def end_in_the_middle(
             pending.graph_finding = examine_graph(*end)
     pending.tape, pending.fetched = this.tape if this.tape.losses else None, list(this.fetched)
     is_inside = any(not call.has_returned for call in this.calls)
-    discarded.end(pending, list(this.calls), losses, error, is_suspect=is_inside and raised_by_nonfinite(error))
+    raised = None if isinstance(error, SystemExit) else error
+    is_suspect = raised_by_nonfinite(raised, is_in_model=is_inside)
+    discarded.end(pending, list(this.calls), losses, raised, is_suspect=is_suspect)
 
 
 def _note_end(

@@ -192,9 +192,14 @@ def _readable(shape: torch.Size, values: Tensor) -> tuple[Any, ...]:
 
 
 def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
-    """How many samples a batch holds. Tensors that a loader gave count alone: others may be tables of the program."""
+    """How many samples a batch holds. Tensors that a loader gave count alone: others may be tables of the program.
+
+    If it gave none of these, but others for the same step, they have to be as many as those.
+    """
     given = [t for t in tensors(batch) if any(each.shares_memory({_compat.storage_key(t)}) for each in fetched)]
-    return num_samples(given or batch)
+    num = num_samples(given or batch)
+    fetches = [len(each.given) for each in fetched if isinstance(each.given, (list, tuple, Tensor))]
+    return num if given or not fetches or num in fetches else None
 
 
 def _few_parts(batch: Any, depth: int) -> Iterator[Tensor]:
