@@ -172,6 +172,37 @@ def test_data_that_exploded_weights_have_made_are_no_data(sync: Any) -> None:
     assert {found.cause for found in found_in(autopilot)} == {"learning_rate_too_high"}
 
 
+class Graph:
+    def __init__(self, features: Tensor) -> None:
+        self.features, self.name = features, "a graph"
+
+
+class OfGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, graphs: list[Graph]) -> Tensor:
+        return torch.stack([self.layer(graph.features).mean(0) for graph in graphs])
+
+
+@SYNCS
+def test_data_in_objects_have_a_name(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = OfGraphs()
+        optimizer = Adam(model.parameters(), fused=True)
+        all_graphs = [Graph(torch.rand(3 + number % 2, 4)) for number in range(12)]
+        all_graphs[7].features[2, 1] = NAN
+        for begin in range(0, 12, 4):
+            some = all_graphs[begin : begin + 4]
+            optimizer.zero_grad()
+            model(some).mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.module, found.samples) == ("input_nonfinite", "layer", ())
+    assert found.because == "batch['some[3].features'] holds NaN at [2, 1]"
+
+
 # ---- models with a memory --------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.hooks import GradientHooks
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.provenance import BATCH, PARAMETER
-from nanguard.diagnosis.taped import TapedRun
+from nanguard.diagnosis.taped import TapedRun, tensors_in_objects
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun, introduce, introduce_others, introduce_states, tensors_by_kind
 from nanguard.source.frames import runs_user_code
@@ -246,7 +246,11 @@ def _whole_memory(tensor: Tensor) -> list[Tensor]:
 def _data(pending: PendingStep) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the step's batches, by name."""
     for place, micro in enumerate(pending.microbatches):
-        yield from named_tensors(micro.batch, "batch" if len(pending.microbatches) == 1 else f"microbatches[{place}]")
+        name = "batch" if len(pending.microbatches) == 1 else f"microbatches[{place}]"
+        if isinstance(micro.loss_fn, TapedRun):
+            in_objects = tensors_in_objects(micro.loss_fn)
+            yield from ((f"{name}['{path}']", tensor) for path, tensor in in_objects)
+        yield from named_tensors(micro.batch, name)
 
 
 def _can_be_written_to(tensor: Tensor) -> bool:

@@ -247,7 +247,7 @@ def _set_at(
 def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
     """The names of a tensor of the batch in the program, its index in the batch, and the length of the batch."""
     names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
-    names += [each for name in names if " " in name for each in re.findall(r"[A-Za-z_]\w*", name)]
+    names += [each for name in names if not name.isidentifier() for each in re.findall(r"[A-Za-z_]\w*", name)]
     places = re.findall(r"\[(\d+)\]", origin)
     if places and not names and exam.pending.microbatches:
         loss_fn = exam.pending.microbatches[exam.run.microbatch].loss_fn

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
-from nanguard.state.trees import mapped
+from nanguard.state.trees import children, in_python, mapped, named_tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
@@ -29,7 +29,6 @@ from nanguard.step.tape import (
     name_of,
     results_of,
     tokens,
-    tokens_for_module,
 )
 
 _KEEPS_COUNT = frozenset(("batch_norm", "instance_norm"))
@@ -167,19 +166,44 @@ def repeatable(
     return kept, tuple(dict.fromkeys(obstacle for _, obstacle in found if obstacle))
 
 
+def tensors_in_objects(run: TapedRun) -> Iterator[tuple[str, Tensor]]:
+    """Those inside objects that modules were given, such as a graph, by name. They are data, but not in the batch."""
+    for row in run.rows:
+        for argument, name in () if row is None or row.call is None else _named_arguments(row):
+            for leaf, path in _named_leaves(argument, name):
+                if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
+                    for attribute, value in vars(leaf).items():
+                        yield from named_tensors(value, f"{path}.{attribute}")
+
+
+def _named_arguments(row: Row) -> list[tuple[Any, str]]:
+    others = [f"{row.name}, argument {place}" for place in range(len(row.args))]
+    names = itertools.zip_longest(row.args, row.argument_names[: len(row.args)], others)
+    given = [(argument, name or other) for argument, name, other in names]
+    return given + [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
+
+
 def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
     for row in filter(None, run.rows):
-        others = [f"{row.name}, argument {place}" for place in range(len(row.args))]
-        names = itertools.zip_longest(row.args, row.argument_names[: len(row.args)], others)
-        given = [(argument, name or other) for argument, name, other in names]
-        given += [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
-        for argument, name in given:
-            inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
-            for token, part in zip(inside, names_of_parts(name, len(inside)), strict=True):
-                is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
-                if is_from_outside and not isinstance(token.tensor, nn.Parameter):
-                    yield token.tensor, part
+        for argument, name in _named_arguments(row):
+            for leaf, part in _named_leaves(argument, name):
+                for token in tokens(leaf):
+                    is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
+                    if is_from_outside and not isinstance(token.tensor, nn.Parameter):
+                        yield token.tensor, part
+
+
+def _named_leaves(argument: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """What is inside an argument of this name, and no container, each with the name that leads to it."""
+    inside = list(children(argument) or ())
+    if not inside:
+        yield argument, name
+        return
+    paths = [in_python(argument, key).replace("'", '"') for key, _ in inside]
+    names = names_of_parts(name, paths) if len(inside) > 1 else [name]
+    for (_, child), part in zip(inside, names, strict=True):
+        yield from _named_leaves(child, part)
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:
