@@ -146,3 +146,34 @@ def test_an_update_that_cannot_be_made_again_is_unknown(caplog: pytest.LogCaptur
     assert (found.phase, found.cause) == ("optimizer", "unknown")
     assert found.because == "Curved.step() cannot be called again: no graph"
     assert "could not be examined" not in caplog.text
+
+
+# ---- two networks, one after the other -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["data", "loss"])
+def test_what_the_second_optimizer_uses_of_the_step_of_the_first(fault: str) -> None:
+    """The generator runs once, before the discriminator steps; a part of its loss comes before a module is called."""
+    with nanguard.install() as autopilot:
+        generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        of_generator, of_critic = Adam(generator.parameters()), Adam(critic.parameters())
+        kept = []
+        for x, _ in records(bad=9 if fault == "data" else None):
+            made = generator(x)
+            of_critic.zero_grad()
+            (critic(x).mean() - critic(made.detach()).mean()).backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            spread = (made - made.detach()).pow(2).sum() if fault == "loss" else (made - 1).abs().sum()
+            loss = spread.sqrt()
+            kept.append(loss.detach())  # what an earlier step made may still be there
+            (loss - critic(made).mean()).backward()
+            of_generator.step()
+    told = found_in(autopilot)
+    if fault == "data":
+        assert [(found.cause, found.module, found.samples) for found in told] == [
+            ("input_nonfinite", "generator", (1,))
+        ] * 2
+    else:
+        assert {(found.cause, found.op) for found in told} == {("sqrt_grad_at_zero", "sqrt")}
+    assert {found.capture for found in told} == {"tape"}

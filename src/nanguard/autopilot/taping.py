@@ -28,7 +28,7 @@ class ProgramTape(TapeRecorder):
 
     def __init__(self, note: Callable[[], RngState | None], *, is_wanted: bool) -> None:
         super().__init__(note, "cpu")
-        self._is_wanted = is_wanted
+        self._is_wanted, self._is_alone = is_wanted, True
         self.goes_on_after_backward = False
         """Whether the program computes something between two backward passes of a step: a loss, or a micro-batch."""
 
@@ -37,6 +37,7 @@ class ProgramTape(TapeRecorder):
 
         After a step that was refused, the next may fail by what was computed before it: epochs of PPO share advantages.
         """
+        self._is_alone = is_alone
         if self._is_wanted:
             is_refused = coordinator.iteration.refused
             self.begin(coordinator.tape_to_write(), keeps_older=not is_alone or is_refused, is_refused=is_refused)
@@ -116,11 +117,12 @@ class ProgramTape(TapeRecorder):
     def end_step(self, coordinator: StepCoordinator, *, is_over: bool) -> bool:
         """After a step. True if the tape goes on at once: no loader gave a batch for it, or no module was called.
 
-        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing. If the
-        step ``is_over``, nothing needs its tape.
+        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing. If there
+        are several optimizers, the next one may have a loss of the same batch. If the step ``is_over``, nothing needs its
+        tape.
         """
         this = coordinator.iteration
-        goes_on = not (this.noted and this.fetched)
+        goes_on = not (this.noted and this.fetched and self._is_alone)
         if is_over:
             this.tape = _NO_TAPE  # it holds a batch
             if not goes_on:

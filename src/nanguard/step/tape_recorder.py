@@ -67,7 +67,7 @@ class TapeRecorder(SwitchedMode):
         self._compiled: list[tuple[int, Any]] = []  # the compiled call that is under way, if there is one
         self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled, self._compiled)
         self._warnings = WarnedLines(TapeRecorder.__torch_function__.__code__)
-        self._listens_for_good = self._hears_functions = False
+        self._listens_for_good = self._hears_functions = self._was_refused = False
 
     # ---- when it is on -------------------------------------------------------------------------------------------
 
@@ -116,8 +116,9 @@ class TapeRecorder(SwitchedMode):
         FUNCTION_CALLS.remove(self)
 
     def _turn_to(self, tape: CallTape, *, keeps_older: bool, is_refused: bool) -> None:
-        if not is_refused:
+        if not (is_refused and self._was_refused):
             self._older = None
+        self._was_refused = is_refused
         if keeps_older and self.tape is not None and self._older is None:
             alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
             self._older = (self.tape, alive) if alive else None
