@@ -56,6 +56,22 @@ def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> No
     assert autopilot.counts["applied"] == 5 * 3 + 5
 
 
+def test_weights_that_are_not_finite_are_told_of_although_their_optimizer_is_gone() -> None:
+    def train() -> None:
+        optimizer = Adam(model.parameters())
+        for x, _ in records():
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    with nanguard.install() as autopilot:
+        model = Energy()
+        train()
+        with torch.no_grad():
+            model.head.weight[0, 1] = float("nan")
+        assert autopilot.unsound() == ("model.head.weight",)
+
+
 def test_an_error_of_ours_is_not_explained_as_one_of_the_program(tmp_path: Path) -> None:
     code = """
         import torch

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanguard import _compat
 from nanguard.autopilot.frameworks import Frameworks
 from nanguard.autopilot.monitor import ProgramMonitor
 from nanguard.autopilot.patches import Patches
 from nanguard.diagnosis.scheduler import How
 from nanguard.hosted.settings import Settings, patient_policy
+from nanguard.hosted.trained_modules import TrainedModules
 from nanguard.incidents.bundle import CaptureLevel
 from nanguard.integrations.notify import Notify
 from nanguard.numerics.clip import require_max_norm
@@ -88,9 +90,18 @@ class Autopilot:
 
     def unsound(self) -> tuple[str, ...]:
         """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
-        if self._monitor.unsound():
-            gc.collect()  # of optimizers that the program no longer has
-        return self._monitor.unsound()
+        names, registry = self._monitor.unsound(), self._monitor.registry
+        if not names:
+            return ()
+        modules = [module for module in registry.live_modules if type(module) is not TrainedModules]
+        tables = [each for module in modules for each in (_compat.parameters_of(module), _compat.buffers_of(module))]
+        of_modules = {id(tensor) for table in tables for tensor in table.values()}
+        states = [hosted.parts.state.tensors() for hosted in registry.hosted_steps]
+        kept = {name for state in states for name in names if id(state.get(name)) in of_modules}
+        del states
+        gc.collect()  # a tensor of an optimizer that the program no longer has is gone, unless a module has it
+        kept.update(self._monitor.unsound())
+        return tuple(name for name in names if name in kept)
 
     @property
     def num_children(self) -> int:
