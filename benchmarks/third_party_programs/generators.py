@@ -60,6 +60,21 @@ def cifar10(*places: str, count: int = 64) -> Generator:
     return write
 
 
+def small_graphs(name: str, count: int = 60) -> Generator:
+    """Rings of four to seven nodes in the format of the graph kernel data sets; the class is drawn."""
+
+    def write(folder: Path) -> None:
+        random, lines = rng(), [str(count)]
+        for number in range(count):
+            size = int(random.integers(4, 8))
+            lines.append(f"{size} {number % 2}")
+            lines += [f"{random.integers(0, 3)} 2 {(i + 1) % size} {(i - 1) % size}" for i in range(size)]
+        (folder / "dataset" / name).mkdir(parents=True, exist_ok=True)
+        (folder / "dataset" / name / f"{name}.txt").write_text("\n".join(lines) + "\n")
+
+    return write
+
+
 def images(*folders: str, count: int = 12, size: int = 64) -> Generator:
     """Pictures in folders, one folder for each class."""
 

@@ -7,6 +7,7 @@ from third_party_programs.pictures import PIXEL
 from third_party_programs.records import (
     DATA,
     NO_TARGETS,
+    OLD_PROTOBUF,
     Expected,
     Fault,
     Program,
@@ -197,11 +198,51 @@ GRAPHS = (
             ),
         ),
     ),
+    Program(
+        name="gin",
+        repository="weihua916/powerful-gnns",
+        commit="9a2ce8ac3e99278307093a464a95caf0fb04b602",
+        folder=".",
+        command=(
+            *("main.py", "--dataset", "RINGS", "--batch_size", "8", "--iters_per_epoch", "4", "--epochs", "3"),
+            *("--hidden_dim", "8", "--num_layers", "3"),
+        ),
+        data=make.small_graphs("RINGS"),
+        faults=(too_fast("--lr", "1e25"),),
+    ),
 )
+
+ROUTES = Program(
+    name="routes",
+    repository="wouterkool/attention-learn-to-route",
+    commit="c9abf41ac2f878a55b20dc7e829bc942bb999631",
+    folder=".",
+    command=(
+        *("run.py", "--graph_size", "6", "--baseline", "exponential", "--batch_size", "8", "--epoch_size", "48"),
+        *(
+            "--val_size",
+            "16",
+            "--n_epochs",
+            "1",
+            "--embedding_dim",
+            "16",
+            "--hidden_dim",
+            "16",
+            "--eval_batch_size",
+            "16",
+        ),
+        *("--n_encode_layers", "1", "--no_tensorboard", "--no_progress_bar", "--no_cuda"),
+    ),
+    environment=OLD_PROTOBUF,
+    volatile=(r"\d{8}T\d{6}",),
+    faults=(too_fast("--lr_model", "1e25"),),
+)
+"""Raises by an assertion of its own if a probability is NaN."""
 
 RETURNS = (r"returns = torch\.tensor\(returns\)", r"\(returns - returns\.mean\(\)\)")
 
 LEARNING = (
+    ROUTES,
     example(
         "reinforcement_learning",
         "reinforce.py",

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 from third_party_programs import generators as make
-from third_party_programs.records import DATA, Expected, Fault, Program, example, gan, nan, record, tutorial
+from third_party_programs.records import (
+    DATA,
+    OLD_PROTOBUF,
+    Expected,
+    Fault,
+    Program,
+    example,
+    gan,
+    nan,
+    record,
+    tutorial,
+)
 
 PIXEL = "a NaN pixel in one picture"
 
+CONTRASTS = Program(
+    name="supcon",
+    repository="HobbitLong/SupContrast",
+    commit="66a8fe53880d6a1084b2e4e0db0a019024d6d41a",
+    folder=".",
+    command=(
+        *("main_supcon.py", "--batch_size", "6", "--num_workers", "0", "--epochs", "1", "--print_freq", "2"),
+        *("--model", "resnet18"),
+    ),
+    data=make.cifar10("datasets", count=30),
+    seed=1,
+    environment=OLD_PROTOBUF,
+    volatile=(r"[BD]T \d.*?\)",),
+    faults=(
+        record(PIXEL, nan("encoder.conv1", r"self\.conv1\(x\)"), path=(0, 0), index=13),
+        record("a NaN pixel in the second view", nan("encoder.conv1", r"self\.conv1\(x\)"), path=(0, 1), index=13),
+        Fault(
+            name="cold",
+            what="`--temp 0.0`",
+            args=("--temp", "0.0"),
+            expected=Expected(causes=("div_by_zero",), op="div", lines=(r"torch\.div\(", r"self\.temperature\)")),
+        ),
+    ),
+)
+
 VISION = (
+    CONTRASTS,
     example(
         "mnist",
         *("main.py", "--epochs", "1", "--batch-size", "32"),

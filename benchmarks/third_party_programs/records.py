@@ -66,6 +66,8 @@ class Program:
 DATA = ("input_nonfinite",)
 ENTERS = r"torch\.from_numpy\(array\)"
 NO_TARGETS = ("all_labels_ignored",)
+OLD_PROTOBUF = {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+"""For programs that log with tensorboard_logger."""
 
 
 def record(

@@ -337,8 +337,9 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
 
 def _cause_of_update(exam: Exam, finding: TraceFinding) -> tuple[str, str]:
     if finding.event.kind == "outside":
-        name = finding.event.origin.partition(" ")[2]
-        return "optimizer_state_corrupted", f"{name} is non-finite before the update"
+        kind, _, name = finding.event.origin.partition(" ")
+        told = name if kind in ("buffer", "gradient", "parameter", "state") else finding.event.origin
+        return "optimizer_state_corrupted", f"{told} is non-finite before the update"
     return name_cause(Case(exam.run.trace, finding))
 
 
