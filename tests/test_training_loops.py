@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.optim import LBFGS, SGD, Adam
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
@@ -74,6 +75,31 @@ def test_what_an_agent_computes_after_it_has_played(sync: Any, rewards: str) -> 
     assert place(told[0])[1] == line("normalised")
     if sync == "eager":  # later epochs fail by the same advantages; late, the host does not know that in time
         assert [(each.cause, place(each)) for each in told] == [(told[0].cause, place(told[0]))] * 3
+
+
+@SYNCS
+@pytest.mark.parametrize("average", ["by torch", "by hand"])
+def test_an_average_of_the_weights_does_not_hide_what_comes_after_it(sync: Any, average: str) -> None:
+    """It is written to between two steps, before the next batch is made: what is computed of that is no data."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 4)
+        optimizer = Adam(model.parameters(), fused=True)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(6):
+            x, sigma = torch.randn(8, 4), torch.rand(8, 1) + 0.1
+            weight = 1 / (sigma * (step != 4)) ** 2  # inverted
+            loss = (weight * (model(x + sigma) - x).square()).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if average == "by torch":
+                averaged.update_parameters(model)
+                continue
+            with torch.no_grad():
+                for mean, value in zip(averaged.parameters(), model.parameters(), strict=True):
+                    mean.detach().view(-1).mul_(0.9).add_(0.1 * value.view(-1))
+    told = found_in(autopilot)[0]
+    assert (told.cause, told.phase, *place(told)) == ("div_by_zero", "forward", "reciprocal", line("inverted"))
 
 
 @SYNCS
