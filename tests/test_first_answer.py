@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -347,3 +348,38 @@ def test_a_tensor_beside_a_number_does_not_get_the_name_of_the_number(sync: Any)
                 optimizer.step()
         told.append(first(autopilot.incidents).because.partition(" holds")[0])
     assert told == ["batch['the tensor in share * x']", "batch['x']", "batch['x']"]
+
+
+@SYNCS
+def test_what_the_first_step_computes_before_the_model_is_called_is_no_data(sync: Any) -> None:
+    """Most faults of a program show in its first step: its optimizer is made, and no step has begun a tape yet."""
+    with nanguard.install(sync=sync) as autopilot:
+        teacher, model = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        x = torch.randn(8, 4)
+        with torch.no_grad():
+            soft = (teacher(x).softmax(-1) * 0).log()  # of a teacher
+        optimizer.zero_grad()
+        F.mse_loss(model(x), soft).backward()
+        optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.op, found.phase) == ("log_of_zero", "log", "forward")
+    assert found.source is not None
+    assert found.source.line == line("of a teacher")
+
+
+def test_what_is_computed_before_the_first_batch_is_not_held() -> None:
+    """It would be as large as all the data."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        raw = torch.randn(24, 4)
+        held = weakref.ref(raw)
+        data = DataLoader(TensorDataset(raw * 2, torch.arange(24) % 3), batch_size=8)
+        del raw
+        for x, y in data:
+            assert held() is None
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert autopilot.counts["applied"] == 3

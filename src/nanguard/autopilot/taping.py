@@ -74,18 +74,20 @@ class ProgramTape(TapeRecorder):
             return
         tape.num_evaluations += 1
         if tape.num_evaluations > _MOST_EVALUATIONS:
-            self._begin_anew(tape)
+            self.begin_anew()
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         tape = self.tape
         if tape is None or tape.is_settled or tape.num_evaluations <= _MOST_EVALUATIONS or torch.is_grad_enabled():
             super().after_module(call, made)
         else:
-            self._begin_anew(tape)
+            self.begin_anew()
 
-    def _begin_anew(self, tape: CallTape) -> None:
-        tape.rows.clear()
-        self._marks, self._outside = {}, {}
+    def begin_anew(self) -> None:
+        """What was computed before is no part of the step, and is not held."""
+        if self.tape is not None and self.is_own():
+            self.tape.rows.clear()
+            self._marks, self._outside = {}, {}
 
     def note_backward(self, tensors: Any, gradients: Any = None, trained: Sequence[Tensor] = ()) -> None:
         """A backward pass begins at these tensors, with these gradients."""
