@@ -915,7 +915,7 @@ def memory_that_is_half_written(h):
     return out * 2
 
 
-@program("buffer_corrupted", "sub", "buffer head.center holds NaN or Inf before the step", phase="buffer")
+@program("buffer_corrupted", "sub", "buffer head.center held NaN at [0] before the step", phase="buffer")
 class ABufferThatIsNaN(nn.Module):
     def __init__(self):
         super().__init__()

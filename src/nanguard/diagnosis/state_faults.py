@@ -18,10 +18,12 @@ from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
+from nanguard.diagnosis.taped import TapedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.held import Held, held_by_module
 from nanguard.state.training_state import TrainingState
+from nanguard.step.calls import Call
 
 _ABSURD_RATE = 1e3
 """No training has such a learning rate, whatever the optimizer."""
@@ -65,7 +67,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
-    diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event.evidence)}")
+    diagnosis = replace(diagnosis, because=f"{_in_words(exam, event.origin)} holds {_what_and_where(event.evidence)}")
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
@@ -77,7 +79,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         return _by_learning_rate(found, state, name) if num_applied else found
     if kind == "buffer":
         owner, line = _set_at(exam, state, name)
-        because = f"buffer {name} holds NaN or Inf before the step"
+        because = f"buffer {name} held {_what_and_where(event.evidence)} before the step"
         return replace(
             diagnosis,
             phase="buffer",
@@ -139,9 +141,10 @@ def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
 def _what_and_where(evidence: Evidence) -> str:
     """``NaN at [3, 0] and 2 more``."""
     data = evidence.output
-    num = 0 if data is None else data.num_nan + data.num_inf
+    num, first = (0, None) if data is None else (data.num_nan + data.num_inf, data.value)
+    what = "NaN" if evidence.is_nan else "-Inf" if first == -math.inf else "Inf"
     at = f" at {list(evidence.element)}" if evidence.element else ""
-    return f"{'NaN' if evidence.is_nan else 'Inf'}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
+    return f"{what}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
@@ -241,10 +244,20 @@ def _set_at(
     return owner, line
 
 
+def _in_words(exam: Exam, origin: str) -> str:
+    """What the program calls data: on a tape they are named by its expressions, in a call of the model by their place."""
+    micros = exam.pending.microbatches
+    if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
+        names = micros[exam.run.microbatch].batch
+        return next((name for name in names if origin.endswith(f"[{name!r}]")), origin)
+    given = re.search(r"\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", origin) if isinstance(exam.batch(), Call) else None
+    return origin if given is None else f"argument {given[1] or given[2]}{given[3]} of the model"
+
+
 def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
     """The names of a tensor of the batch in the program, its index in the batch, and the length of the batch."""
     names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
-    names += [each for name in names if " " in name for each in re.findall(r"[A-Za-z_]\w*", name)]
+    names += [each for name in names if " " in name or "[" in name for each in re.findall(r"[A-Za-z_]\w*", name)]
     places = re.findall(r"\[(\d+)\]", origin)
     if places and not names and exam.pending.microbatches:
         loss_fn = exam.pending.microbatches[exam.run.microbatch].loss_fn

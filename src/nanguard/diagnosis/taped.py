@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
-from nanguard.state.trees import mapped
+from nanguard.state.trees import mapped, named_leaves
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
@@ -176,7 +176,9 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
         given += [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
         for argument, name in given:
             inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
-            for token, part in zip(inside, names_of_parts(name, len(inside)), strict=True):
+            named = {id(leaf): path for path, leaf in named_leaves(argument)}
+            paths = [named.get(id(token), "") for token in inside]  # a slice is no container
+            for token, part in zip(inside, names_of_parts(name, paths), strict=True):
                 is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
                 if is_from_outside and not isinstance(token.tensor, nn.Parameter):
                     yield token.tensor, part

@@ -141,14 +141,11 @@ class Trials:
             if diagnosis.cause == "all_labels_ignored":
                 return diagnosis
             suspects = []
-        is_guessed = not suspects
-        if is_guessed:
-            suspects = self._bisected(num) if self._is_batch(num) else []
-        if not suspects or len(suspects) == num:
-            return replace(diagnosis, samples=())
-        alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
+        if not suspects:
+            return replace(diagnosis, samples=self._bisected(num) if self._is_batch(num) else ())
+        alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
-        without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
+        without = self._without(suspects, num)
         if alone is without is None:
             return with_shown_samples(diagnosis)
         is_guilty = alone is not True and without is True
@@ -169,18 +166,31 @@ class Trials:
             return bool(self._replay.pending.fetched) or any(t.ndim and t.shape[0] % num == 0 for t in given)
         return len(same) > 1 or bool(self._replay.pending.fetched)
 
-    def _bisected(self, num: int) -> list[int]:
-        """Bisect the batch to one sample that is non-finite alone. Empty if it takes several together."""
-        left = list(range(num))
-        while len(left) > 1:
-            half = len(left) // 2
-            for part in (left[:half], left[half:]):
-                if self._on(f"{_samples_in_words(part)} alone", part, num) is False:
-                    left = part
-                    break
-            else:
-                return []
-        return left
+    def _without(self, suspects: Sequence[int], num: int) -> bool | None:
+        others = [sample for sample in range(num) if sample not in suspects]
+        return self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
+
+    def _bisected(self, num: int) -> tuple[int, ...]:
+        """A few samples that are non-finite alone, found by halves, without which the batch is finite.
+
+        Empty if there are no such samples: if there are too many, say, or if it takes several together.
+        """
+        found: list[int] = []
+        while len(found) < min(_MOST_OTHERS, num - 1):
+            left = [sample for sample in range(num) if sample not in found]
+            while len(left) > 1:
+                half = len(left) // 2
+                for part in (left[:half], left[half:]):
+                    if self._on(f"{_samples_in_words(part)} alone", part, num) is False:
+                        left = part
+                        break
+                else:
+                    return ()
+            found = sorted([*found, *left])
+            without = self._without(found, num)
+            if without is not False:
+                return tuple(found) if without else ()
+        return ()
 
     def _on(self, what: str, samples: Sequence[int], num: int) -> bool | None:
         """None if this could not be tried. A program for batches of one size gets the samples several times over."""
@@ -225,7 +235,8 @@ class Trials:
 def with_shown_samples(diagnosis: Diagnosis) -> Diagnosis:
     """Without experiments, samples are named only if the batch itself shows them: by its values or its labels."""
     is_shown = diagnosis.cause == "all_labels_ignored"
-    is_shown = is_shown or (diagnosis.phase == "data" and diagnosis.because.startswith(("batch", "microbatches[")))
+    is_known = diagnosis.phase == "data" and diagnosis.confidence == "certain"
+    is_shown = is_shown or (is_known and " holds " in diagnosis.because)
     return diagnosis if is_shown else replace(diagnosis, samples=())
 
 

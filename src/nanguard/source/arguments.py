@@ -6,6 +6,7 @@ import ast
 import builtins
 import itertools
 import linecache
+from collections.abc import Sequence
 from types import CodeType
 
 _LONGEST = 40
@@ -41,17 +42,15 @@ def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, i
     return [f"the tensor in {ast.unparse(node)}", ""] if isinstance(node.op, (ast.Mult, ast.Add)) else names
 
 
-def names_of_parts(name: str, num: int) -> list[str]:
-    """The names of ``num`` tensors inside an argument: of ``[a, b[0]]`` these are ``a`` and ``b[0]``."""
-    if num == 1:
-        return [name]
+def names_of_parts(name: str, paths: Sequence[str]) -> list[str]:
+    """The names of the tensors at these paths inside an argument: of ``[a, b[0]]`` these are ``a`` and ``b[0]``."""
     try:
         node = ast.parse(name, mode="eval").body
     except SyntaxError:
         node = None
-    if isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == num:
+    if isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == len(paths):
         return [ast.unparse(each) for each in node.elts]
-    return [f"{name}, {number}" for number in range(num)]
+    return [name + path for path in paths]
 
 
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:

@@ -102,12 +102,18 @@ def in_python(tree: Any, key: Any) -> str:
 
 def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Each tensor with its path, such as ``batch["image"]`` or ``batch[1].mask``."""
-    if isinstance(tree, Tensor):
+    return ((path, leaf) for path, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor))
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The same for everything that may hold a tensor and is no container."""
+    inside = children(tree)
+    if inside is None:
         yield name, tree
         return
-    for key, child in children(tree) or ():
+    for key, child in inside:
         if type(child) not in PLAIN:
-            yield from named_tensors(child, name + in_python(tree, key))
+            yield from named_leaves(child, name + in_python(tree, key))
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
