@@ -96,7 +96,7 @@ class ProgramMonitor(ManualPrograms):
         with self._at_work("a new optimizer could not be examined"):
             roots = self.registry.expect(optimizer)
             self._listener.listen(roots)
-            if not self.registry.hosted_steps:  # what comes before the first call of the model belongs to the first step
+            if not self.registry.hosted_steps:  # what comes before the first call of a module is of the first step
                 self.taper.follow(self._coordinator, is_alone=True)
 
     def guard_new_optimizers(self, *, in_call: bool = False) -> None:

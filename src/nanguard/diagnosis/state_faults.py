@@ -245,7 +245,7 @@ def _set_at(
 
 
 def _in_words(exam: Exam, origin: str) -> str:
-    """What the program calls data: on a tape they are named by its expressions, in a call of the model by their place."""
+    """What the program calls data: its expressions on a tape, and the place in a call of the model."""
     micros = exam.pending.microbatches
     if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
         names = micros[exam.run.microbatch].batch
