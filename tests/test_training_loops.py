@@ -395,3 +395,76 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
     (incident,) = nanguard.read_run(tmp_path / "run").incidents
     assert incident.diagnosis is not None
     assert (incident.diagnosis.cause, incident.diagnosis.dataset_indices) == ("input_nonfinite", (9,))
+
+
+# ---- lines outside of the step ---------------------------------------------------------------------------------------
+
+
+ISOLATED = """
+    import torch
+    from torch import nn
+    edges = torch.eye(6).roll(1, 0)
+    edges[4] = 0
+    d = edges.sum(1).pow(-0.5)  # guilty
+    edges = d[:, None] * edges * d[None]
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = model(edges @ torch.randn(6, 3)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+CONSTANT = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    data, target = torch.randn(16, 3).numpy(), torch.randn(16, 1)
+    data[:, 1] = 1
+    data = (data - data.mean(0)) / data.std(0)  # guilty
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for number, (x, y) in enumerate(DataLoader(TensorDataset(torch.from_numpy(data), target), batch_size=8)):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("code", [ISOLATED, CONSTANT], ids=["a graph", "a dataset"])
+def test_the_line_of_a_script_that_made_its_data(code: str, tmp_path: Path) -> None:
+    """It is in no function, and ran before training."""
+    done(*NANGUARD, "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    found = nanguard.read_run(tmp_path / "run").incidents[0].diagnosis
+    assert found is not None
+    assert found.source is not None
+    assert (found.cause, found.is_line_traced) == ("input_nonfinite", False)
+    assert found.source.text.endswith("# guilty")
+
+
+@pytest.mark.parametrize("how", ["p.mul_(scale)", "p.data *= scale"])
+def test_what_the_program_writes_into_its_weights(how: str, tmp_path: Path) -> None:
+    """The first time it may have been the update; from then on updates are checked, so that the program is to blame."""
+    code = f"""
+    import torch
+    from torch import nn
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(24):
+        loss = model(torch.randn(8, 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scale = 1.0 if step % 10 else 1 / torch.zeros(())
+        with torch.no_grad():
+            for p in model.parameters():
+                {how}
+    """
+    done(*NANGUARD, "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    told = [each.diagnosis for each in nanguard.read_run(tmp_path / "run").incidents]
+    first, second = (each for each in told[:2] if each is not None)
+    assert "by its update, or by the program; the program writes to tensors at train.py:14" in first.because
+    assert first.source is None
+    assert "by the program, since the update of that step was finite" in second.because
+    assert second.source is not None
+    assert (second.source.line, second.is_line_traced) == (14, False)

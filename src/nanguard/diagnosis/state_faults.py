@@ -98,7 +98,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
         return _of_held(exam, diagnosis, held)
-    users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
+    users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     names = _names_of(exam, event.origin)
     line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in)
@@ -118,13 +118,15 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
     is_trained = any(held.tensor is each for each in tensors)
     whose = "which another optimizer trains" if is_trained else "which is not trained"
     is_statistic = held.name.rpartition(".")[2].startswith("running_")
+    is_weight = held.kind == "parameter"
+    written = authorship.in_words(authorship.lines_that_write(exam.files())) if is_weight and not is_trained else ""
     cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
     return replace(
         diagnosis,
         phase=held.kind,
-        cause="parameter_corrupted" if held.kind == "parameter" else cause,
+        cause="parameter_corrupted" if is_weight else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step",
+        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step{written}",
         samples=(),
     )
 
