@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,6 +102,30 @@ def test_an_average_of_the_weights_does_not_hide_what_comes_after_it(sync: Any, 
                     mean.detach().view(-1).mul_(0.9).add_(0.1 * value.view(-1))
     told = found_in(autopilot)[0]
     assert (told.cause, told.phase, *place(told)) == ("div_by_zero", "forward", "reciprocal", line("inverted"))
+
+
+@SYNCS
+def test_a_packed_sequence_may_be_given_to_a_module(sync: Any) -> None:
+    """It refuses to be made of anything but tensors. What is not read of the padding is no fault."""
+    losses = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        with nanguard.install(sync=sync) if guarded else nullcontext() as autopilot:
+            rnn = nn.GRU(3, 4, batch_first=True)
+            optimizer = Adam(rnn.parameters(), fused=True)
+            for step in range(5):
+                x = torch.randn(3, 6, 3)
+                x[2, 2:] = NAN
+                x[1, 0] = NAN if step == 3 and guarded else 0.0
+                packed = pack_padded_sequence(x, torch.tensor([6, 4, 2]), batch_first=True)
+                loss = rnn(packed)[1].square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    assert losses[5:8] == losses[:3]
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.step) == ("input_nonfinite", 3)
 
 
 @SYNCS

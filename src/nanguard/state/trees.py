@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping):
         return tree.items()
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree)]
+        fields = [each.name for each in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in fields if hasattr(tree, name)]  # some may not be set
     return None
 
 
@@ -140,16 +141,38 @@ def _replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
     new = {key: each for key, each in every.items() if each is not None}
     if not new:
         return None
+    return _with_children(tree, old, new)
+
+
+def _with_children(tree: Any, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Any:
+    """A copy of a container with some children exchanged.
+
+    Classes of the program may check what they are made of, or need other arguments: they are not called if possible.
+    """
     kind: Any = type(tree)
-    if isinstance(tree, (list, tuple)):
-        items = ({**old, **new}).values()
-        return kind(*items) if hasattr(tree, "_fields") else kind(items)
-    if kind is dict or (isinstance(tree, Mapping) and not isinstance(tree, MutableMapping)):
-        return kind({**old, **new})
+    every = {**old, **new}
+    if isinstance(tree, tuple) and not hasattr(kind, "n_sequence_fields"):
+        made = tuple.__new__(kind, every.values())
+        if hasattr(tree, "__dict__"):
+            vars(made).update(vars(tree))
+        return made
+    if kind in (dict, list) or isinstance(tree, tuple):
+        return kind(every if kind is dict else every.values())
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        try:
+            return kind(every)
+        except Exception:
+            return MappingProxyType(every)
     copied: Any = copy.copy(tree)
-    for key, each in new.items():
-        if isinstance(tree, Mapping):
-            copied[key] = each
-        else:
+    if not isinstance(tree, (list, Mapping)):
+        for key, each in new.items():
             object.__setattr__(copied, key, each)  # works for a frozen dataclass too
+        return copied
+    first: Any = tree
+    for key, each in new.items():
+        copied[key] = each
+    if any(first[key] is not each for key, each in old.items()):  # the copy shares what it holds
+        for key in new:
+            first[key] = old[key]
+        return list(every.values()) if isinstance(tree, list) else every
     return copied
