@@ -494,3 +494,26 @@ def test_what_the_program_writes_into_its_weights(how: str, tmp_path: Path) -> N
     assert "by the program, since the update of that step was finite" in second.because
     assert second.source is not None
     assert (second.source.line, second.is_line_traced) == (14, False)
+
+
+@SYNCS
+def test_an_error_of_anomaly_mode_is_explained_while_the_mode_is_on(sync: Any) -> None:
+    """It names the op whose derivative was NaN first. That of a root was infinite before."""
+    installed = []
+
+    def train() -> None:
+        with torch.autograd.set_detect_anomaly(True), nanguard.install(sync=sync) as autopilot:
+            installed.append(autopilot)
+            model = nn.Linear(3, 3)
+            optimizer = Adam(model.parameters(), fused=True)
+            for step in range(3):
+                h = model(torch.randn(4, 3)) * torch.tensor([1.0, float(step < 2), 1.0])
+                loss = torch.sqrt(h.square()).mean()  # the root
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="PowBackward0"), pytest.warns(UserWarning, match="PowBackward0"):
+        train()
+    (found,) = found_in(installed[0])
+    assert (found.cause, *place(found)) == ("sqrt_grad_at_zero", "sqrt", line("the root"))
