@@ -184,6 +184,27 @@ def test_samples_that_are_found_by_halves_are_all_of_them(sync: Any) -> None:
     assert first(autopilot.incidents).samples == (2, 5)
 
 
+def test_a_queue_that_the_program_keeps_is_neither_data_nor_a_batch() -> None:
+    """A bad step is not made, but what the program has kept of it stays. Its rows are no samples."""
+    with nanguard.install(sync="eager") as autopilot:
+        model = nn.Linear(5, 4, bias=False)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        queue = torch.randn(16, 4)
+        for step in range(9):
+            x = torch.randn(4, 5) * (step != 2)
+            f = model(x)
+            f = f / f.norm(dim=1, keepdim=True)
+            loss = F.cross_entropy(f @ queue.T, torch.arange(4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            queue[4:8] = f.detach() if step < 3 else queue[4:8]
+    assert first(autopilot.incidents).cause == "division_by_near_zero_norm"
+    last = first(autopilot.incidents[-1:])
+    assert "queue holds NaN at [4, 0] and 15 more; the step before was not finite either: if" in last.because
+    assert last.samples == ()
+
+
 # ---- what counts as a step -------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,11 @@ _LEAVES_RANGE = frozenset(("div_by_zero", "overflow_any_precision", "overflow_fp
 _ABSURD = 1e12
 """No initialisation makes numbers as large as this, or so much larger than the others."""
 
+_KEPT = (
+    "the step before was not finite either: if the program keeps this from step to step, such as a hidden state, a "
+    "queue or an average, it has to reset it"
+)
+
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
 
@@ -103,10 +108,12 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     names = _names_of(exam, event.origin)
     line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in)
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
+    is_repeated = exam.parts.journal.refused_in_a_row > 0 and not exam.pending.fetched
     return replace(
         diagnosis,
         source=line or diagnosis.source,
         is_line_traced=line is None,
+        because=f"{diagnosis.because}; {_KEPT}" if is_repeated else diagnosis.because,
         confidence="guess" if event.note.roots & OTHER else "certain",  # its origin is unknown
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
-from nanguard.state.trees import mapped, named_leaves
+from nanguard.state.trees import mapped, named_leaves, tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
@@ -143,6 +143,20 @@ def microbatches(
                 inputs[keys[id(tensor)]] = tensor
         micros.append(Microbatch(run, inputs, None, reduce_gradients=False, autocast=run.is_autocast))
     return micros, tuple(dict.fromkeys(obstacles))
+
+
+def holds_samples(micro: Microbatch, num: int, *, is_fetched: bool) -> bool:
+    """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them.
+
+    Then they are those of a table, such as a running mean, and not samples. ``is_fetched``: a loader gave the batch.
+    """
+    if not isinstance(micro.loss_fn, TapedRun) or is_fetched:
+        return True
+    calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
+    given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
+    if given:
+        return any(tensor.ndim and tensor.shape[0] % num == 0 for tensor in given)
+    return sum(tensor.shape[:1] == (num,) for tensor in tensors(micro.batch)) > 1
 
 
 def repeatable(

@@ -10,13 +10,12 @@ import torch
 
 from nanguard.diagnosis.exam import is_one_sample
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.taped import TapedRun
+from nanguard.diagnosis.taped import holds_samples
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Diagnosis, Trial
 from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.batches import filled
 from nanguard.state.casts import has_half_weights
-from nanguard.state.trees import tensors
 
 _OF_EARLIER_STEPS = ("attention_logit_growth", "gradient_explosion", "learning_rate_too_high", "weight_decay_too_high")
 """Causes that are not in the batch."""
@@ -142,7 +141,7 @@ class Trials:
                 return diagnosis
             suspects = []
         if not suspects:
-            return replace(diagnosis, samples=self._bisected(num) if self._is_batch(num) else ())
+            return replace(diagnosis, samples=self._bisected(num) if self._holds_samples(num) else ())
         alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
         without = self._without(suspects, num)
@@ -154,17 +153,9 @@ class Trials:
             is_guilty = any(self._on(f"sample {sample} alone", [sample], num) for sample in some)
         return replace(diagnosis, samples=tuple(suspects) if is_guilty else ())
 
-    def _is_batch(self, num: int) -> bool:
-        """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them."""
-        micro = self._replay.pending.microbatches[self._microbatch]
-        if not isinstance(micro.loss_fn, TapedRun):
-            return True
-        same = [tensor for tensor in tensors(micro.batch) if tensor.shape[:1] == (num,)]
-        calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
-        given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
-        if given:
-            return bool(self._replay.pending.fetched) or any(t.ndim and t.shape[0] % num == 0 for t in given)
-        return len(same) > 1 or bool(self._replay.pending.fetched)
+    def _holds_samples(self, num: int) -> bool:
+        pending = self._replay.pending
+        return holds_samples(pending.microbatches[self._microbatch], num, is_fetched=bool(pending.fetched))
 
     def _without(self, suspects: Sequence[int], num: int) -> bool | None:
         others = [sample for sample in range(num) if sample not in suspects]

@@ -105,9 +105,10 @@ def _where(diagnosis: Diagnosis) -> str:
     source, module = diagnosis.source, place_in_words(diagnosis.module)
     line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
     place = ", ".join(filter(None, [line, module and f"in {module}"]))
-    if diagnosis.phase == "data" and diagnosis.is_line_traced:
+    makes_it = diagnosis.because.startswith("this line")
+    if diagnosis.phase == "data" and diagnosis.is_line_traced and not makes_it:
         place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
-    elif diagnosis.phase == "data":  # the line was found by reading where the data come from
+    elif diagnosis.phase == "data" and not makes_it:  # the line was found by reading where the data come from
         place = ", ".join(filter(None, [line and f"{line} makes it", module and f"first used in {module}"]))
     what = ", ".join(filter(None, [diagnosis.op, diagnosis.phase, format_name(diagnosis.dtype)]))
     code = verbatim(source.statement or source.text) if source is not None and source.text else ""

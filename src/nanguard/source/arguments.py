@@ -60,6 +60,8 @@ def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.
         return [node.operand]
     if isinstance(node, ast.Subscript):
         return [node.value, node.slice]
+    if isinstance(node, ast.Attribute):  # x.T
+        return [node.value]
     if not isinstance(node, ast.Call):
         return []
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
