@@ -171,6 +171,35 @@ def test_data_in_a_dict_have_their_key(sync: Any) -> None:
 
 
 @SYNCS
+def test_data_in_an_object_of_the_program_have_their_attribute(sync: Any) -> None:
+    class Graph:
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.edges = x, torch.randint(0, 6, (2, 9))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, graph: Graph) -> Tensor:
+            out: Tensor = self.layer(graph.x[graph.edges[0]])
+            return out
+
+    graphs = [Graph(torch.randn(6, 3)) for _ in range(4)]
+    graphs[2].x[4, 1] = NAN
+    with nanguard.install(sync=sync) as autopilot:
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for graph in graphs:
+            graph.edges[0] = 4
+            optimizer.zero_grad()
+            model(graph).sum().backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.because, found.samples) == ("graph.x holds NaN at [4, 1]", ())
+
+
+@SYNCS
 def test_samples_that_are_found_by_halves_are_all_of_them(sync: Any) -> None:
     """A class has no weight: all samples of this class are bad alone, and without them the batch is not."""
     with nanguard.install(sync=sync) as autopilot:

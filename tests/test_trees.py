@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from nanguard.state import optimizer_state
-from nanguard.state.trees import leaves, mapped, named_tensors, tensors
+from nanguard.state.trees import leaves, mapped, named_tensors, tensors, tensors_returned
 
 Pair = namedtuple("Pair", "left right")
 
@@ -149,3 +149,12 @@ def test_leaves_are_all_that_is_no_container() -> None:
         Record,
         torch.float16,
     ]
+
+
+def test_a_result_may_be_a_container_with_attributes() -> None:
+    class Output(OrderedDict[str, Tensor]):
+        loss: Tensor
+
+    output = Output(logits=B)
+    output.loss = A
+    assert [id(tensor) for tensor in tensors_returned(output)] == [id(B), id(A)]

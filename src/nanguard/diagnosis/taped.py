@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
-from nanguard.state.trees import mapped, named_leaves, tensors
+from nanguard.state.trees import attributes, mapped, named_leaves, tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
@@ -196,6 +196,17 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
                 is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
                 if is_from_outside and not isinstance(token.tensor, nn.Parameter):
                     yield token.tensor, part
+            if row.call is not None:
+                yield from (
+                    (tensor, name + path) for path, tensor in _in_objects(argument) if id(tensor) not in trained
+                )
+
+
+def _in_objects(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an object of the program, such as a graph, has as attributes, with their paths."""
+    for path, leaf in named_leaves(tree):
+        if not isinstance(leaf, (Tensor, Made, Outside)):
+            yield from ((f"{path}.{key}", each) for key, each in attributes(leaf) if isinstance(each, Tensor))
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:

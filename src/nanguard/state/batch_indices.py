@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from nanguard import _compat, _compat_data
 from nanguard.state.batches import num_samples
@@ -26,8 +26,8 @@ class FetchedBatch:
     """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
 
     ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
-    order. ``source`` identifies the loader. ``marks`` has shape and a few values of each tensor, for a host that copies
-    the batch to a device.
+    order. ``source`` identifies the loader, ``dataset`` is what it reads. ``marks`` has shape and a few values of each
+    tensor, for a host that copies the batch to a device.
     """
 
     given: Any
@@ -35,6 +35,7 @@ class FetchedBatch:
     is_ahead: bool = False
     source: int = 0
     marks: tuple[tuple[torch.Size, Tensor], ...] = ()
+    dataset: Any = None
 
     def shares_memory(self, keys: set[int]) -> bool:
         """True if one of these storages is one of this batch."""
@@ -44,8 +45,8 @@ class FetchedBatch:
 class NotedSampler:
     """A sampler that notes what it gives. Batches come in the same order, however many workers prepare in advance."""
 
-    def __init__(self, sampler: Any, *, tells: bool, is_ahead: bool = False) -> None:
-        self._sampler, self.tells, self.is_ahead = sampler, tells, is_ahead
+    def __init__(self, sampler: Any, dataset: Any, *, tells: bool, is_ahead: bool = False) -> None:
+        self._sampler, self._dataset, self.tells, self.is_ahead = sampler, dataset, tells, is_ahead
         self._given: deque[Any] = deque()
         self.num_forwards: int | None = None
 
@@ -76,7 +77,7 @@ class NotedSampler:
         marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
         marks = tuple([(part.shape, _few_values(part)) for part in marked])
         storages = tuple([_compat.weak_storage(part) for part in parts])
-        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks)
+        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks, self._dataset)
 
 
 class _Noting(Iterator[Any]):
@@ -103,7 +104,7 @@ def begin_noted(
     sampler = vars(loader)[name]
     if isinstance(sampler, NotedSampler):
         return begin(loader), None
-    vars(loader)[name] = NotedSampler(sampler, tells=tells)  # setattr is refused
+    vars(loader)[name] = NotedSampler(sampler, loader.dataset, tells=tells)  # setattr is refused
     try:
         iterator = begin(loader)
     finally:
@@ -122,7 +123,7 @@ def noted_iterator(loader: DataLoader[Any], make: Callable[[], Iterator[Any]]) -
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = vars(loader)[name]
     inside = sampler._sampler if isinstance(sampler, NotedSampler) else sampler
-    vars(loader)[name] = NotedSampler(inside, tells=False, is_ahead=not _iterates_as_torch(loader))
+    vars(loader)[name] = NotedSampler(inside, loader.dataset, tells=False, is_ahead=not _iterates_as_torch(loader))
     try:
         return make()
     finally:
@@ -150,6 +151,7 @@ def _gives_indices(loader: Any) -> bool:
 def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_parts: int) -> tuple[int, ...]:
     """The dataset indices of the samples of a batch, one of ``num_parts`` of a step. Empty if they are not known.
 
+    Of a ``Subset``, those in the dataset that it is a part of.
     ``fetched`` are the batches that came for this step. The right one is found by shared memory, or else by order.
     """
     keys = {_compat.storage_key(tensor) for tensor in tensors(batch)}
@@ -159,10 +161,13 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
         return ()
     if len({each.source for each in same}) > 1:  # samples of several datasets
         return ()
-    given = (same[-1] if same else fetched[place]).given
+    one = same[-1] if same else fetched[place]
+    given, dataset = one.given, one.dataset
     try:
         indices = tuple(map(operator.index, given if isinstance(given, (list, tuple, Tensor)) else [given]))
-    except TypeError:  # keys of another kind
+        while isinstance(dataset, Subset):  # of random_split, say: what a user can look up is the whole
+            indices, dataset = tuple(operator.index(dataset.indices[each]) for each in indices), dataset.dataset
+    except (TypeError, LookupError):  # keys of another kind
         return ()
     return indices if len(indices) == num_samples_of(batch, fetched) else ()
 

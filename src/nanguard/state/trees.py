@@ -78,15 +78,18 @@ def _collect(tree: Any, found: dict[int, Tensor], seen: set[int]) -> None:
     if isinstance(tree, Tensor):
         found.setdefault(id(tree), tree)
         return
-    inside = children(tree)
-    if inside is None:
-        inside = vars(tree).items() if hasattr(tree, "__dict__") and not isinstance(tree, _NO_RESULTS) else ()
     if id(tree) in seen or len(seen) >= _MOST_CONTAINERS:
         return
     seen.add(id(tree))
-    for _, child in inside:
-        if type(child) not in PLAIN:
-            _collect(child, found, seen)
+    for inside in (children(tree) or (), attributes(tree)):
+        for _, child in inside:
+            if type(child) not in PLAIN:
+                _collect(child, found, seen)
+
+
+def attributes(tree: Any) -> Iterable[tuple[str, Any]]:
+    """Of an object that may hold tensors, which may also be a container; not of modules and classes."""
+    return vars(tree).items() if hasattr(tree, "__dict__") and not isinstance(tree, _NO_RESULTS) else ()
 
 
 def is_float(tensor: Tensor) -> bool:
