@@ -866,6 +866,15 @@ def a_table_of_the_program(model, batch):
     return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
 
 
+QUEUE_OF_THE_PROGRAM = torch.tensor([1.0, 2, NAN, 4])
+
+
+@made_in_the_step("add", "other of add, which no op of the step was seen to make, holds NaN at [2]", module="")
+def a_queue_of_which_a_part_is_new(model, batch):
+    QUEUE_OF_THE_PROGRAM[:2] = 0.5  # not uninitialised memory
+    return (model(batch) + QUEUE_OF_THE_PROGRAM).mean()  # guilty
+
+
 def an_edge_without_weight():
     return torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, NAN], (2, 2)), torch.ones(2, 4)
 

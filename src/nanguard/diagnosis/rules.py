@@ -173,7 +173,9 @@ def exp(case: Case) -> Found:
     if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
         return None
     top = _argument(case)
-    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8}.get(case.dtype, 88.7)
+    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8, "complex128": 709.8}.get(case.dtype, 88.7)
+    if case.dtype.startswith("complex"):
+        return "exp_overflow", f"{case.op} exceeds {case.dtype}: the real part of its argument may be about {limit}"
     return "exp_overflow", f"{case.op} of {number(value_of(top))} exceeds {case.dtype}: it ends at about {limit}"
 
 
