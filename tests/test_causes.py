@@ -866,6 +866,11 @@ def a_table_of_the_program(model, batch):
     return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
 
 
+@program("div_by_zero", "div", "1 / 0: the divisor is a number of the program")
+def a_division_by_what_is_false(h):
+    return h / (len(h) > 5)  # guilty
+
+
 QUEUE_OF_THE_PROGRAM = torch.tensor([1.0, 2, NAN, 4])
 
 

@@ -129,6 +129,25 @@ def test_a_packed_sequence_may_be_given_to_a_module(sync: Any) -> None:
 
 
 @SYNCS
+@pytest.mark.parametrize("cut", [Tensor.detach, lambda state: state.data], ids=["detach", "data"])
+def test_a_state_that_is_detached_from_an_earlier_step(sync: Any, cut: Any) -> None:
+    """It was made with gradients, which are gone; its values are not."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(3, 3)
+        optimizer = Adam(model.parameters(), fused=True)
+        state = torch.ones(4, 3)
+        for step in range(5):
+            state = cut(state) * 0 if step == 3 else cut(state)
+            shares = state.square() / state.square().sum(1, keepdim=True)  # of nothing
+            state = model(torch.randn(4, 3)) + shares
+            optimizer.zero_grad()
+            state.square().mean().backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert (found.cause, *place(found)) == ("zero_over_zero", "div", line("of nothing"))
+
+
+@SYNCS
 def test_slices_of_a_batch_are_followed_from_the_second_step_on(sync: Any) -> None:
     """Nothing says that a micro-batch begins, once the backward pass of the one before has ended."""
     with nanguard.install(sync=sync) as autopilot:
@@ -517,3 +536,27 @@ def test_an_error_of_anomaly_mode_is_explained_while_the_mode_is_on(sync: Any) -
         train()
     (found,) = found_in(installed[0])
     assert (found.cause, *place(found)) == ("sqrt_grad_at_zero", "sqrt", line("the root"))
+
+
+KEEPS = """
+    import torch
+    from torch import nn
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    kept = torch.zeros(4, 3)
+    for step in range(6):
+        kept = model(torch.randn(4, 3)) + 0.1 * kept.detach() / (step != 2)
+        optimizer.zero_grad()
+        kept.square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_run_is_explained_by_its_first_fault_not_by_what_follows_from_it(tmp_path: Path) -> None:
+    """That is known for certain, since it is data by then."""
+    ran = done(*NANGUARD, "--run-dir", "run", script(tmp_path, KEEPS), cwd=tmp_path)
+    told = done(*NANGUARD[:-1], "explain", "run", cwd=tmp_path).stdout
+    assert "if the program keeps this from step to step" in ran.stderr
+    assert "first known at step 2: division by zero" in " ".join(ran.stderr.split())
+    assert "division by zero" in told.partition("other faults")[0]
+    assert "non-finite data" in told.partition("other faults")[2]

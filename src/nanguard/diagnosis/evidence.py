@@ -104,7 +104,7 @@ def gather(
         made_by.append(source)
     named = {**dict(zip((a.name for a in _compat.schema_arguments(func)), args, strict=False)), **kwargs}
     for name, each in named.items():
-        if isinstance(each, (int, float)) and not isinstance(each, bool):
+        if isinstance(each, (int, float)) and (name == "other" or not isinstance(each, bool)):  # x / (n > 0)
             operands.append(Operand(name=name, value=float(each)))
     evidence.operands, evidence.sources = tuple(operands), tuple(made_by)
     _special(evidence, func, named, values)

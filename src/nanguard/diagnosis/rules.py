@@ -301,7 +301,7 @@ def _hidden(case: Case) -> Found:
             "log_of_zero",
             f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0{at}",
         )
-    is_put = case.event.kind == "given" or any(parent.is_mask for parent in case.event.parents)
+    is_put = case.event.kind == "given" or any(parent.is_mask and parent.note.op for parent in case.event.parents)
     if not is_put or case.finding.chain[-1].has_nan:
         return None
     why = "a mask, or the log of a probability that is 0, outside of the support of a distribution"

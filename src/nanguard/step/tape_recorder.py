@@ -30,7 +30,7 @@ from nanguard.step.tape import (
     sets_data_of_trained,
 )
 from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
-from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, WRITES, kind_of
+from nanguard.step.tape_kinds import BACKWARD, CUTS, DRAWS, MAKES, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
@@ -180,6 +180,8 @@ class TapeRecorder(SwitchedMode):
             raise
         finally:
             self._is_inside = False
+        if kind & CUTS and type(given[0]) is Unseen:
+            return result  # what the program keeps from an earlier step is data from here on
         if kind & WRITES and given and type(given[0]) is Outside and changed(given[0]) and not args[0].requires_grad:
             return result  # data that are being prepared: what they were before is gone
         if type(result) is not Tensor or kind & MAKES:
