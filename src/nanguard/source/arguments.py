@@ -43,14 +43,22 @@ def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, i
 
 
 def names_of_parts(name: str, paths: Sequence[str]) -> list[str]:
-    """The names of the tensors at these paths inside an argument: of ``[a, b[0]]`` these are ``a`` and ``b[0]``."""
+    """The names of what is at these paths inside an argument: in ``[a, b]``, ``[1].x`` is ``b.x``."""
     try:
         node = ast.parse(name, mode="eval").body
     except SyntaxError:
         node = None
-    if isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == len(paths):
-        return [ast.unparse(each) for each in node.elts]
-    return [name + path for path in paths]
+    entries = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+    if any(isinstance(entry, ast.Starred) for entry in entries):
+        entries = []
+    return [_name_at(path, entries) or name + path for path in paths]
+
+
+def _name_at(path: str, entries: Sequence[ast.expr]) -> str:
+    place, closed, rest = path.removeprefix("[").partition("]")
+    if not (closed and place.isdigit() and int(place) < len(entries)):
+        return ""
+    return ast.unparse(entries[int(place)]) + rest
 
 
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:
