@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 
 import nanguard
 from helpers import NAN
@@ -87,6 +87,15 @@ def test_the_dataset_index_of_a_sample_is_told(name: str) -> None:
         assert len(diagnosis.samples) == len(diagnosis.dataset_indices) > 0
         assert f"of the batch: dataset ind{'ex' if len(diagnosis.samples) == 1 else 'ices'} " in str(diagnosis)
         assert Diagnosis.from_dict(diagnosis.as_dict()) == diagnosis
+
+
+def test_of_a_part_of_a_dataset_the_index_is_that_in_the_whole() -> None:
+    """That is what a user can look up."""
+    guard, order = guarded(), torch.randperm(34).tolist()
+    part = Subset(Subset(Records(), order), range(33, -1, -1))
+    for batch in guard.epoch(DataLoader(part, batch_size=4, shuffle=True)):
+        guard.step(mse, batch)
+    assert told([incident.diagnosis for incident in guard.incidents]) == sorted(BAD)
 
 
 @pytest.mark.parametrize("style", ["step", "own loop"])

@@ -8,6 +8,7 @@ batch. Its guilty line ends with ``# guilty``, and that very line must be named.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import inspect
 import math
@@ -26,6 +27,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical, HalfNormal, kl_divergence
 from torch.optim import Optimizer
 
 import nanguard
@@ -277,11 +279,27 @@ def a_determinant_below_zero(h):
     return torch.logdet(h)  # guilty
 
 
-@program("log_of_zero", "masked_fill", "puts an infinity where the loss")
+@program("log_of_zero", "linalg_slogdet", "the determinant is 0", [[1, 1], [1, 1]])
+def a_determinant_of_zero(h):
+    return torch.linalg.slogdet(h).logabsdet  # guilty
+
+
+@program("log_of_zero", "masked_fill", "puts an infinity where the loss ... (log_softmax at test_causes.py:")
 def a_mask_over_the_target(h):
     hidden = torch.tensor([True, False, False, False])
     scores = h.masked_fill(hidden, -math.inf)  # guilty
     return F.cross_entropy(scores, torch.tensor([0]))
+
+
+@program("nonfinite_constant", "where", "outside of the support of a distribution", [[1, -2, 3, 4]])
+def a_density_outside_of_its_support(h):
+    return HalfNormal(1.0, validate_args=False).log_prob(h)  # guilty
+
+
+@program("nonfinite_constant", "index_put", "an infinity is put into a value that the loss adds up")
+def a_divergence_from_what_is_impossible(h):
+    never = Categorical(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+    return kl_divergence(Categorical(logits=h), never)  # guilty
 
 
 @program("eps_underflow", "log", "the eps of 1e-08 that was added is 0 in float16", [[1, 2, 0, 4]])
@@ -646,7 +664,64 @@ def a_decomposition_of_equals(h):
     return u[0] * s * v[0]
 
 
+@in_backward("div_by_zero", "linalg_eig", "differences of eigenvalues, and two are equal", [[1, 0], [0, 1]])
+def eigenvectors_of_equals(h):
+    return torch.linalg.eig(h).eigenvectors.real.abs()  # guilty
+
+
+@in_backward("div_by_zero", "linalg_qr", "diagonal of R, and columns are linearly dependent", [[1, 1], [0, 0]])
+def a_basis_of_the_same_twice(h):
+    return torch.linalg.qr(h).Q  # guilty
+
+
+@program("div_by_zero", "linalg_inv_ex", "the matrix is singular, so linalg_inv_ex divides by 0", [[1, 2], [2, 4]])
+def an_inverse_that_nobody_checks(h):
+    return torch.linalg.inv_ex(h).inverse  # guilty
+
+
+@program(
+    "div_by_zero",
+    "linalg_inv_ex",
+    "nearly singular, and what linalg_inv_ex gives exceeds float32",
+    [[1e-30, 0], [0, 1]],
+)
+def an_inverse_that_is_too_large(h):
+    return torch.linalg.inv_ex(h * h[1, 1] * 1e-10).inverse  # guilty
+
+
+@program("div_by_zero", "linalg_solve_triangular", "the matrix is singular", [[1, 0], [1, 0]])
+def a_factor_with_a_zero_on_its_diagonal(h):
+    return torch.linalg.solve_triangular(h, torch.ones(2, 1), upper=False)  # guilty
+
+
+@in_backward("pow_negative_base", "pow", "derivative of x ** p by p is a logarithm of x, and x is -2", [[1, -2, 3, 4]])
+class AnExponentThatIsTrained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, h):
+        return h**self.p  # guilty
+
+
+@in_backward("log_of_zero", "special_entr", "in the derivative of special_entr, log of 0", [[0, 1, 1, 1]])
+def an_entropy_of_nothing(h):
+    return torch.special.entr(h)  # guilty
+
+
 # ---- what single functions do --------------------------------------------------------------------------------------
+
+
+@program("zero_over_zero", "segment_reduce", "a segment has no elements")
+def a_mean_of_an_empty_segment(h):
+    return torch.segment_reduce(h[0], "mean", lengths=torch.tensor([4, 0]))  # guilty
+
+
+@program("overflow_any_precision", "add", "masks of finfo.min are added: -3.4e+38 twice is more than float32 holds")
+def two_masks_of_the_lowest_number(h):
+    hidden = torch.full((4,), torch.finfo(torch.float32).min)
+    mask = hidden + hidden  # guilty
+    return (h + mask).softmax(-1)
 
 
 @program("ctc_inf", "ctc_loss", "a target is too long for its input")
@@ -791,8 +866,22 @@ def a_table_of_the_program(model, batch):
     return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
 
 
+@program("div_by_zero", "div", "1 / 0: the divisor is a number of the program")
+def a_division_by_what_is_false(h):
+    return h / (len(h) > 5)  # guilty
+
+
+QUEUE_OF_THE_PROGRAM = torch.tensor([1.0, 2, NAN, 4])
+
+
+@made_in_the_step("add", "other of add, which no op of the step was seen to make, holds NaN at [2]", module="")
+def a_queue_of_which_a_part_is_new(model, batch):
+    QUEUE_OF_THE_PROGRAM[:2] = 0.5  # not uninitialised memory
+    return (model(batch) + QUEUE_OF_THE_PROGRAM).mean()  # guilty
+
+
 def an_edge_without_weight():
-    return torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, NAN], (2, 2)), torch.ones(2, 4)
+    return torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, NAN], (2, 2), check_invariants=True), torch.ones(2, 4)
 
 
 @made_in_the_step("sparse_addmm", "batch[0] holds NaN", batch=an_edge_without_weight, module="")
@@ -915,7 +1004,7 @@ def memory_that_is_half_written(h):
     return out * 2
 
 
-@program("buffer_corrupted", "sub", "buffer head.center holds NaN or Inf before the step", phase="buffer")
+@program("buffer_corrupted", "sub", "buffer head.center held NaN at [0] before the step", phase="buffer")
 class ABufferThatIsNaN(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1629,6 +1718,26 @@ def test_every_cause_is_expected_of_some_program() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Sparse ):UserWarning")
+@pytest.mark.parametrize(
+    ("op", "advice"),
+    [
+        ("acos", "x.clamp(-1 + 1e-6, 1 - 1e-6)"),
+        ("acosh", "x.clamp(min=1 + 1e-6)"),
+        ("special_ndtri", "x.clamp(1e-6, 1 - 1e-6)"),
+    ],
+)
+def test_advice_fits_the_op(op: str, advice: str) -> None:
+    """What keeps an argument in the domain of one function takes it out of that of another."""
+    found = causes.with_remedy(Diagnosis(phase="forward", cause="acos_asin_domain", op=op))
+    assert advice in found.fix.words
+
+
+def test_every_pattern_of_advice_is_of_an_op() -> None:
+    ops = {name.strip("_") for name in dir(torch.ops.aten)}
+    patterns = [pattern for row in causes.TABLE for pattern, _ in row.fixes]
+    assert [pattern for pattern in patterns if not fnmatch.filter(ops, pattern)] == []
+
+
 def test_every_rule_decides_some_program() -> None:
     for one in PROGRAMS:
         diagnosed(one)
@@ -1659,7 +1768,11 @@ def causes_named_in(path: Path) -> Iterator[str]:
                 yield from (
                     name for to, value in pairs if getattr(to, "id", "") == "cause" for name in outcomes_of(value)
                 )
-        elif isinstance(node, ast.Return) and path.stem in ("rules", "causes") and isinstance(node.value, ast.Tuple):
+        elif (
+            isinstance(node, ast.Return)
+            and path.stem.startswith(("rules", "causes"))
+            and isinstance(node.value, ast.Tuple)
+        ):
             yield from outcomes_of(node.value.elts[0])
 
 
@@ -1678,9 +1791,22 @@ def test_every_cause_that_the_source_names_is_a_row() -> None:
 
 def test_the_rules_are_tried_in_this_order() -> None:
     assert [row.rule.__name__.strip("_") for row in causes.TABLE if row.rule] == [
-        *("given", "ctc", "custom_backward", "discarded", "root_gradient", "exp", "log", "divide", "sqrt", "power"),
-        *("domain", "gamma", "ignored_labels", "statistic", "softmax", "normalisation", "norm_inside", "infinities"),
-        *("overflow", "loss_over_nothing"),
+        *("given", "ctc", "custom_backward", "discarded", "root_gradient", "exp", "log"),
+        *(
+            "determinant",
+            "divide",
+            "sqrt",
+            "power",
+            "domain",
+            "gamma",
+            "ignored_labels",
+            "statistic",
+            "softmax",
+            "normalisation",
+            "norm_inside",
+            "infinities",
+        ),
+        *("overflow", "over_nothing"),
     ]
 
 

@@ -886,12 +886,12 @@ class Critic(Actor):
 
 
 def test_of_several_networks_the_right_one_is_named() -> None:
-    actor, critic = Actor(), Critic()
+    actor, critic, nans = Actor(), Critic(), torch.full((2, 6), NAN)
     with nanguard.install() as autopilot:
         acts = torch.optim.SGD(actor.parameters(), lr=1e-3)
         criticises = torch.optim.SGD(critic.parameters(), lr=1e-3)
-        for net, optimizer, value in ((actor, acts, NAN), (critic, criticises, 1.0)):
-            net(torch.full((2, 6), value)).mean().backward()
+        for net, optimizer, value in ((actor, acts, nans), (critic, criticises, torch.ones(2, 6))):
+            net(value).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         critic(actor(torch.ones(2, 6))).mean().backward()

@@ -200,7 +200,7 @@ def test_data_in_objects_have_a_name(sync: Any) -> None:
             optimizer.step()
     (found,) = found_in(autopilot)
     assert (found.cause, found.module, found.samples) == ("input_nonfinite", "layer", ())
-    assert found.because == "batch['some[3].features'] holds NaN at [2, 1]"
+    assert found.because == "some[3].features holds NaN at [2, 1]"
 
 
 # ---- models with a memory --------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_the_model_is_called_again_although_it_raised() -> None:
 
 
 def test_what_the_program_computed_is_no_data_of_the_model() -> None:
-    """Only the last layer is a module that is called. What the others gave is not on record, since nothing came of it."""
+    """Only the last layer is a module that is called. What the others gave is not on record."""
     with nanguard.install() as autopilot:
         model = Energy()
         optimizer = Adam(model.parameters())

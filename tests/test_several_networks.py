@@ -171,10 +171,13 @@ def test_the_traceback_of_a_torch_call_that_is_noted_has_no_line_of_ours(tmp_pat
 
 def test_tensors_in_a_list_have_names() -> None:
     assert names_of_parts("[x, self.c[0]]", ["[0]", "[1]"]) == ["x", "self.c[0]"]
+    assert names_of_parts("x", [""]) == ["x"]
     assert names_of_parts("hidden", ["[0]", "[1]"]) == ["hidden[0]", "hidden[1]"]
     assert names_of_parts("targets", ['["mask"]', ".boxes"]) == ['targets["mask"]', "targets.boxes"]
+    assert names_of_parts("(x, y)", ["[0]", "[1][0]", "[1]['z'].t"]) == ["x", "y[0]", "y['z'].t"]
     assert names_of_parts("a + b", ["[0]", "[1]"]) == ["(a + b)[0]", "(a + b)[1]"]
     assert names_of_parts("[x", ["[0]", "[1]"]) == ["([x)[0]", "([x)[1]"]
+    assert names_of_parts("[*x, y]", ["[0]", "[1]"]) == ["([*x, y])[0]", "([*x, y])[1]"]
 
 
 # ---- what another optimizer trains -----------------------------------------------------------------------------------

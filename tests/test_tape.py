@@ -145,7 +145,7 @@ def test_targets_are_data(run: Any) -> None:
     target = torch.tensor([0.0, float("nan"), 0.0, 0.0])[:, None]
     found = run(lambda out: F.mse_loss(out[:, :1], target), sync="late")
     assert (found.phase, found.cause, found.op) == ("data", "input_nonfinite", "mse_loss")
-    assert "batch['target'] holds NaN at [1, 0]" in found.because
+    assert "target holds NaN at [1, 0]" in found.because
     assert found.samples == (1,)
 
 

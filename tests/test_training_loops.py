@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import LBFGS, SGD, Adam
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
@@ -74,6 +77,74 @@ def test_what_an_agent_computes_after_it_has_played(sync: Any, rewards: str) -> 
     assert place(told[0])[1] == line("normalised")
     if sync == "eager":  # later epochs fail by the same advantages; late, the host does not know that in time
         assert [(each.cause, place(each)) for each in told] == [(told[0].cause, place(told[0]))] * 3
+
+
+@SYNCS
+@pytest.mark.parametrize("average", ["by torch", "by hand"])
+def test_an_average_of_the_weights_does_not_hide_what_comes_after_it(sync: Any, average: str) -> None:
+    """It is written to between two steps, before the next batch is made: what is computed of that is no data."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 4)
+        optimizer = Adam(model.parameters(), fused=True)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(6):
+            x, sigma = torch.randn(8, 4), torch.rand(8, 1) + 0.1
+            weight = 1 / (sigma * (step != 4)) ** 2  # inverted
+            loss = (weight * (model(x + sigma) - x).square()).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if average == "by torch":
+                averaged.update_parameters(model)
+                continue
+            with torch.no_grad():
+                for mean, value in zip(averaged.parameters(), model.parameters(), strict=True):
+                    mean.detach().view(-1).mul_(0.9).add_(0.1 * value.view(-1))
+    told = found_in(autopilot)[0]
+    assert (told.cause, told.phase, *place(told)) == ("div_by_zero", "forward", "reciprocal", line("inverted"))
+
+
+@SYNCS
+def test_a_packed_sequence_may_be_given_to_a_module(sync: Any) -> None:
+    """It refuses to be made of anything but tensors. What is not read of the padding is no fault."""
+    losses = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        with nanguard.install(sync=sync) if guarded else nullcontext() as autopilot:
+            rnn = nn.GRU(3, 4, batch_first=True)
+            optimizer = Adam(rnn.parameters(), fused=True)
+            for step in range(5):
+                x = torch.randn(3, 6, 3)
+                x[2, 2:] = NAN
+                x[1, 0] = NAN if step == 3 and guarded else 0.0
+                packed = pack_padded_sequence(x, torch.tensor([6, 4, 2]), batch_first=True)
+                loss = rnn(packed)[1].square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    assert losses[5:8] == losses[:3]
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.step) == ("input_nonfinite", 3)
+
+
+@SYNCS
+@pytest.mark.parametrize("cut", [Tensor.detach, lambda state: state.data], ids=["detach", "data"])
+def test_a_state_that_is_detached_from_an_earlier_step(sync: Any, cut: Any) -> None:
+    """It was made with gradients, which are gone; its values are not."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(3, 3)
+        optimizer = Adam(model.parameters(), fused=True)
+        state = torch.ones(4, 3)
+        for step in range(5):
+            state = cut(state) * 0 if step == 3 else cut(state)
+            shares = state.square() / state.square().sum(1, keepdim=True)  # of nothing
+            state = model(torch.randn(4, 3)) + shares
+            optimizer.zero_grad()
+            state.square().mean().backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert (found.cause, *place(found)) == ("zero_over_zero", "div", line("of nothing"))
 
 
 @SYNCS
@@ -369,3 +440,123 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
     (incident,) = nanguard.read_run(tmp_path / "run").incidents
     assert incident.diagnosis is not None
     assert (incident.diagnosis.cause, incident.diagnosis.dataset_indices) == ("input_nonfinite", (9,))
+
+
+# ---- lines outside of the step ---------------------------------------------------------------------------------------
+
+
+ISOLATED = """
+    import torch
+    from torch import nn
+    edges = torch.eye(6).roll(1, 0)
+    edges[4] = 0
+    d = edges.sum(1).pow(-0.5)  # guilty
+    edges = d[:, None] * edges * d[None]
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = model(edges @ torch.randn(6, 3)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+CONSTANT = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    data, target = torch.randn(16, 3).numpy(), torch.randn(16, 1)
+    data[:, 1] = 1
+    data = (data - data.mean(0)) / data.std(0)  # guilty
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for number, (x, y) in enumerate(DataLoader(TensorDataset(torch.from_numpy(data), target), batch_size=8)):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("code", [ISOLATED, CONSTANT], ids=["a graph", "a dataset"])
+def test_the_line_of_a_script_that_made_its_data(code: str, tmp_path: Path) -> None:
+    """It is in no function, and ran before training."""
+    done(*NANGUARD, "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    found = nanguard.read_run(tmp_path / "run").incidents[0].diagnosis
+    assert found is not None
+    assert found.source is not None
+    assert (found.cause, found.is_line_traced) == ("input_nonfinite", False)
+    assert found.source.text.endswith("# guilty")
+
+
+@pytest.mark.parametrize("how", ["p.mul_(scale)", "p.data *= scale"])
+def test_what_the_program_writes_into_its_weights(how: str, tmp_path: Path) -> None:
+    """The first time it may have been the update; from then on updates are checked, so that the program is to blame."""
+    code = f"""
+    import torch
+    from torch import nn
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(24):
+        loss = model(torch.randn(8, 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scale = 1.0 if step % 10 else 1 / torch.zeros(())
+        with torch.no_grad():
+            for p in model.parameters():
+                {how}
+    """
+    done(*NANGUARD, "--run-dir", "run", script(tmp_path, code), cwd=tmp_path)
+    told = [each.diagnosis for each in nanguard.read_run(tmp_path / "run").incidents]
+    first, second = (each for each in told[:2] if each is not None)
+    assert "by its update, or by the program; the program writes to tensors at train.py:14" in first.because
+    assert first.source is None
+    assert "by the program, since the update of that step was finite" in second.because
+    assert second.source is not None
+    assert (second.source.line, second.is_line_traced) == (14, False)
+
+
+@SYNCS
+def test_an_error_of_anomaly_mode_is_explained_while_the_mode_is_on(sync: Any) -> None:
+    """It names the op whose derivative was NaN first. That of a root was infinite before."""
+    installed = []
+
+    def train() -> None:
+        with torch.autograd.set_detect_anomaly(True), nanguard.install(sync=sync) as autopilot:
+            installed.append(autopilot)
+            model = nn.Linear(3, 3)
+            optimizer = Adam(model.parameters(), fused=True)
+            for step in range(3):
+                h = model(torch.randn(4, 3)) * torch.tensor([1.0, float(step < 2), 1.0])
+                loss = torch.sqrt(h.square()).mean()  # the root
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="PowBackward0"), pytest.warns(UserWarning, match="PowBackward0"):
+        train()
+    (found,) = found_in(installed[0])
+    assert (found.cause, *place(found)) == ("sqrt_grad_at_zero", "sqrt", line("the root"))
+
+
+KEEPS = """
+    import torch
+    from torch import nn
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    kept = torch.zeros(4, 3)
+    for step in range(6):
+        kept = model(torch.randn(4, 3)) + 0.1 * kept.detach() / (step != 2)
+        optimizer.zero_grad()
+        kept.square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_run_is_explained_by_its_first_fault_not_by_what_follows_from_it(tmp_path: Path) -> None:
+    """That is known for certain, since it is data by then."""
+    ran = done(*NANGUARD, "--run-dir", "run", script(tmp_path, KEEPS), cwd=tmp_path)
+    told = done(*NANGUARD[:-1], "explain", "run", cwd=tmp_path).stdout
+    assert "if the program keeps this from step to step" in ran.stderr
+    assert "first known at step 2: division by zero" in " ".join(ran.stderr.split())
+    assert "division by zero" in told.partition("other faults")[0]
+    assert "non-finite data" in told.partition("other faults")[2]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from nanguard.state import optimizer_state
-from nanguard.state.trees import leaves, mapped, named_tensors, tensors
+from nanguard.state.trees import leaves, mapped, named_tensors, tensors, tensors_returned
 
 Pair = namedtuple("Pair", "left right")
 
@@ -21,6 +23,50 @@ Pair = namedtuple("Pair", "left right")
 class Record:
     mask: Tensor
     length: int = 3
+
+
+class Boxes(list[Any]):
+    """Needs another argument, and has an attribute."""
+
+    def __init__(self, size: int, boxes: Any) -> None:
+        super().__init__(boxes)
+        self.size = size
+
+
+class Checked(Pair):
+    """Refuses all but tensors."""
+
+    def __new__(cls, left: Any, right: Any) -> Checked:
+        assert isinstance(left, Tensor)
+        return super().__new__(cls, left, right)
+
+
+class Shared(MutableMapping[str, Any]):
+    """A copy of it holds the same dict."""
+
+    def __init__(self, *, inside: dict[str, Any]) -> None:
+        self.inside = inside
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inside[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.inside[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inside[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inside)
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+@dataclass
+class Unset:
+    mask: Tensor
+    later: Tensor = field(init=False)
 
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(2, dtype=torch.int64)
@@ -36,6 +82,11 @@ TREES: dict[str, tuple[Any, list[str]]] = {
     "proxy": (MappingProxyType({"a": A}), ["batch['a']"]),
     "dataclass": ([Record(A)], ["batch[0].mask"]),
     "class of records": (Record, []),
+    "a field that is not set": (Unset(A), ["batch.mask"]),
+    "packed": (pack_sequence([B, B[:1]]), ["batch.data", "batch.batch_sizes"]),
+    "checked": (Checked(A, {"x": B}), ["batch.left", "batch.right['x']"]),
+    "list of its own": (Boxes(3, [A, B]), ["batch[0]", "batch[1]"]),
+    "result": (torch.max(torch.ones(2, 2), 1), ["batch[0]", "batch[1]"]),
     "nothing": (None, []),
 }
 
@@ -62,6 +113,23 @@ def test_a_mapped_tree_keeps_its_kind_and_leaves_the_first_alone(name: str) -> N
     assert mapped(tree, lambda leaf: None) is tree
 
 
+def test_a_container_whose_copy_shares_what_it_holds_is_left_alone() -> None:
+    tree = Shared(inside={"a": A, "b": [B]})
+    new = mapped(tree, lambda leaf: "a token" if isinstance(leaf, Tensor) else None)
+    assert new == {"a": "a token", "b": ["a token"]}
+    assert tree["a"] is A
+    assert tree["b"][0] is B
+
+
+def test_no_class_is_made_of_what_stands_for_tensors() -> None:
+    """It may look at them at once, as a packed sequence does."""
+    for tree in (pack_sequence([B]), Checked(A, B), Boxes(3, [A])):
+        new = mapped(tree, lambda leaf: "a token" if isinstance(leaf, Tensor) else None)
+        assert type(new) is type(tree)
+        assert "a token" in new
+    assert mapped(Boxes(3, [A]), lambda leaf: "a token").size == 3
+
+
 def test_dotted_names_count_the_places_of_tuples() -> None:
     state = {"exp_avg": A, "history": [B, Pair(A, C)]}
     names = [name for name, _ in optimizer_state.leaves(state, "fc.weight")]
@@ -81,3 +149,12 @@ def test_leaves_are_all_that_is_no_container() -> None:
         Record,
         torch.float16,
     ]
+
+
+def test_a_result_may_be_a_container_with_attributes() -> None:
+    class Output(OrderedDict[str, Tensor]):
+        loss: Tensor
+
+    output = Output(logits=B)
+    output.loss = A
+    assert [id(tensor) for tensor in tensors_returned(output)] == [id(B), id(A)]

@@ -1,9 +1,9 @@
 import torch, torch.nn as nn, torch.nn.functional as F
 
 CASE = dict(
-    id="pair_dist_expand", title="Metric learning expands |a - b|^2 to aa + bb - 2ab: for two near copies rounding makes it negative under the root",
+    id="pair_dist_expand", title="Metric learning expands |a - b|^2 to aa + bb - 2ab: for two near copies rounding makes it negative under the root, or exactly 0 on some CPUs",
     source="pytorch/pytorch#123082, #37154", fidelity="adapted",
-    precision="fp32", phase="forward", cause="sqrt_of_negative", op=["sqrt"],
+    precision="fp32", phase="forward", phase_alt=["backward"], cause="sqrt_of_negative", cause_alt=["sqrt_grad_at_zero"], op=["sqrt"],
     module="miner", line="return torch.sqrt(d2)",
     fix="d2.clamp(min=1e-12) before the root, or torch.cdist.",
     recoverable_by=["skip", "fix_code"], step=3, symptom="loss",

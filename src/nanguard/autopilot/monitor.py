@@ -94,7 +94,7 @@ class ProgramMonitor(ManualPrograms):
             roots = self.registry.expect(optimizer)
             self.taper.leave_out(optimizer)
             self._listener.listen(roots)
-            if not (roots or self.registry.hosted_steps):  # bare tensors: there is no call of a module to begin at
+            if not self.registry.hosted_steps:  # what comes before the first call of a module is of the first step
                 self.taper.follow(self._coordinator, is_alone=True)
 
     def guard_new_optimizers(self, *, in_call: bool = False) -> None:
@@ -112,6 +112,8 @@ class ProgramMonitor(ManualPrograms):
             return
         with self._at_work("the indices of a batch could not be noted"):
             self._coordinator.note_fetched(noted.fetched(batch, self._num_forwards))
+        if not self._num_forwards:
+            self.taper.begin_anew()
         self.begin_taping()
 
     def before_forward(self, root: int) -> tuple[list[Call] | None, bool]:

@@ -82,18 +82,20 @@ class ProgramTape(TapeRecorder):
             return
         tape.num_evaluations += 1
         if tape.num_evaluations > _MOST_EVALUATIONS:
-            self._begin_anew(tape)
+            self.begin_anew()
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         tape = self.tape
         if tape is None or tape.is_settled or tape.num_evaluations <= _MOST_EVALUATIONS or torch.is_grad_enabled():
             super().after_module(call, made)
         else:
-            self._begin_anew(tape)
+            self.begin_anew()
 
-    def _begin_anew(self, tape: CallTape) -> None:
-        tape.rows.clear()
-        self._marks, self._outside = {}, {}
+    def begin_anew(self) -> None:
+        """What was computed before is no part of the step, and is not held."""
+        if self.tape is not None and self.is_own():
+            self.tape.rows.clear()
+            self._marks, self._outside = {}, {}
 
     def note_backward(self, tensors: Any, gradients: Any = None, trained: Sequence[Tensor] = ()) -> None:
         """A backward pass begins at these tensors, with these gradients."""
@@ -117,9 +119,9 @@ class ProgramTape(TapeRecorder):
     def end_step(self, coordinator: StepCoordinator, *, is_over: bool) -> bool:
         """After a step. True if the tape goes on at once: no loader gave a batch for it, or no module was called.
 
-        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing. If there
-        are several optimizers, the next one may have a loss of the same batch. If the step ``is_over``, nothing needs its
-        tape.
+        Otherwise it goes on with the next batch, or with the first call of a module. Loading data costs nothing. If
+        there are several optimizers, the next one may have a loss of the same batch. If the step ``is_over``, nothing
+        needs its tape.
         """
         this = coordinator.iteration
         goes_on = not (this.noted and this.fetched and self._is_alone)

@@ -204,7 +204,8 @@ def _sum_up(
 ) -> None:
     """Prints one line to stderr, and writes the report if there were incidents. Never raises.
 
-    ``of_others`` tells of programs that were started and are not guarded. ``leaves``: the program called ``sys.exit()``.
+    ``of_others`` tells of programs that were started and are not guarded. If it ``leaves``, the program called
+    ``sys.exit()``.
     """
     try:
         told, incidents, where = "nothing to guard: torch was never imported", False, ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeGuard
 
 from torch import nn
 
@@ -21,12 +22,16 @@ from nanguard.diagnosis.slicing import (
     targets_of,
 )
 from nanguard.records.diagnosis import Source
+from nanguard.records.words import joined
 from nanguard.source.frames import is_users
 
 _WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
 
 _LARGE = 3
 """The risk of a line that initialises with a very large number."""
+
+_NOT_IN_A_LOOP = ("step", "__init__", "reset_parameters", "init_weights", "_init_weights")
+"""Functions that write to weights as they should."""
 
 Rows = tuple[int, int, int]
 """The first and last bad row of a tensor, and how many rows it has."""
@@ -109,8 +114,20 @@ def line_that_makes_data(
             own += found[-1:] if program.function_of(node) == used_in else []
         for value, is_by_name in _parts_of_batch(node, names, place, num):
             found.append((is_by_name, program.origin(file, node, value)))
+    found += ((False, origin) for origin in _in_datasets(program, names))
     risky = [each for each in own or found if each[1].risk > 1]  # a name says more than a place
     return max(risky, key=lambda each: (each[0], each[1].risk))[1].source if risky else None
+
+
+def _in_datasets(program: ProgramSource, names: Sequence[str]) -> Iterator[Origin]:
+    """Of what a ``TensorDataset`` is made, at the place that a loop gives one of the names: ``for x, y in loader``."""
+    loops = [
+        part for _, loop in program.nodes(ast.For) for part in ast.walk(loop.target) if isinstance(part, ast.Tuple)
+    ]
+    places = {place for part in loops for place, each in enumerate(part.elts) if last_name(each) in names}
+    for file, call in program.nodes(ast.Call) if len(places) == 1 else ():
+        if last_name(call.func) == "TensorDataset" and max(places) < len(call.args):
+            yield program.origin(file, call, call.args[max(places)])
 
 
 def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Sequence[str] = ()) -> Source | None:
@@ -151,6 +168,42 @@ def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | 
         if lines:
             return lines[0] if len(lines) == 1 else None
     return None
+
+
+def lines_that_write(files: Iterable[str]) -> list[Source]:
+    """The lines that write to tensors in place, without gradients: ``p.data.mul_(x)``, ``p.add_(e)`` in ``no_grad``.
+
+    Not those of optimizers, gradients and initialisation.
+    """
+    program, found = ProgramSource(tuple(files)), dict[tuple[str, int], Source]()
+    for file, node in program.nodes(ast.With, ast.FunctionDef, ast.Expr, ast.Assign, ast.AugAssign):
+        if isinstance(node, (ast.With, ast.FunctionDef)):
+            marks = [i.context_expr for i in node.items] if isinstance(node, ast.With) else node.decorator_list
+            names = {last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks}
+            inside = list(ast.walk(node)) if names & {"no_grad", "inference_mode"} else []
+        else:
+            inside = [node] if any(isinstance(e, ast.Attribute) and e.attr == "data" for e in ast.walk(node)) else []
+        for each in inside:
+            if _writes_in_place(each) and program.function_of(each) not in _NOT_IN_A_LOOP:
+                found[file, each.lineno] = source_of_node(file, each)
+    lines = {str(source): source for _, source in sorted(found.items())}  # a file may have two names
+    return list(lines.values())
+
+
+def in_words(lines: Sequence[Source]) -> str:
+    """To be added to a reason, for lines that ``lines_that_write`` found; empty for none."""
+    return f"; the program writes to tensors at {joined(list(map(str, lines)))}" if lines else ""
+
+
+def _writes_in_place(node: ast.AST) -> TypeGuard[ast.stmt]:
+    if isinstance(node, ast.Expr):
+        call = node.value.func if isinstance(node.value, ast.Call) else None
+        is_write = isinstance(call, ast.Attribute) and call.attr in _WRITES and call.attr != "zero_"
+        return is_write and isinstance(call, ast.Attribute) and not _is_gradient(call.value)
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        parts = [part for target in targets_of(node) for part in ast.walk(target)]
+        return any(isinstance(part, ast.Attribute) and part.attr in ("data", "weight", "bias") for part in parts)
+    return False
 
 
 def _is_gradient(node: ast.AST) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from nanguard.diagnosis import rules, rules_of_norms
+from nanguard.diagnosis import rules, rules_of_means, rules_of_norms, rules_of_quotients
 from nanguard.diagnosis.rules import Case, Found, Rule
 from nanguard.records.diagnosis import Diagnosis, Fix
 
@@ -18,9 +19,10 @@ from nanguard.records.diagnosis import Diagnosis, Fix
 class CauseRow:
     """A cause: its ``name``, its ``title`` in words, and what to do about it.
 
-    ``fix`` is the advice in words. ``helps`` names what helps, the best first: fix_code, fix_data, fp32, skip, clip,
-    lower_lr. ``rule`` finds the cause from an op and its operands; a rule may also return the name of a related row. It
-    is None if a rule of another row, or another part of the diagnosis, finds this cause.
+    ``fix`` is the advice in words; ``fixes`` is better advice for some ops, by patterns of their names. ``helps`` names
+    what helps, the best first: fix_code, fix_data, fp32, skip, clip, lower_lr. ``rule`` finds the cause from an op and
+    its operands; a rule may also return the name of a related row. It is None if a rule of another row, or another part
+    of the diagnosis, finds this cause.
     """
 
     name: str
@@ -28,6 +30,7 @@ class CauseRow:
     fix: str
     helps: tuple[str, ...] = ("fix_code", "skip")
     rule: Rule | None = None
+    fixes: tuple[tuple[str, str], ...] = ()
 
     @property
     def page(self) -> str:
@@ -37,7 +40,11 @@ class CauseRow:
 
 def name_cause(case: Case) -> tuple[str, str]:
     """The name of the cause, and the sentence that gives the reason in numbers."""
-    return _first_found(TABLE, case) or ("unknown", "no rule fits what was seen")
+    cause, because = _first_found(TABLE, case) or ("unknown", "no rule fits what was seen")
+    node = case.note.name
+    if node != case.op and "derivative" not in because:  # the program shows no such op
+        because = f"in the derivative of {node}, {because}"
+    return cause, because
 
 
 def row_of(cause: str) -> CauseRow:
@@ -56,7 +63,8 @@ def titled(diagnosis: Diagnosis) -> Diagnosis:
 def with_remedy(diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis with the title of its cause and what to do about it."""
     row = row_of(diagnosis.cause)
-    return replace(diagnosis, title=row.title, fix=Fix(words=row.fix), remedies=row.helps)
+    words = next((words for pattern, words in row.fixes if fnmatchcase(diagnosis.op, pattern)), row.fix)
+    return replace(diagnosis, title=row.title, fix=Fix(words=words), remedies=row.helps)
 
 
 def _first_found(rows: Iterable[CauseRow], case: Case) -> Found:
@@ -71,6 +79,11 @@ def _custom_backward(case: Case) -> Found:
     return "custom_backward_bug", f"the hand-written backward of {case.note.node} makes it of finite values{why}"
 
 
+_MASKS = ("masked_fill", "where", "index_put", "fill", "full*", "scatter", "index_fill")
+_UNMASKED = "mask with a large negative finite number, or keep what is masked or impossible out of the loss"
+_REGULAR = "keep the matrix away from singular: add eps * torch.eye(n), or keep its diagonal above 0"
+_COUNTED = "leave out what has no elements, or sum and divide by max(number of elements, 1)"
+
 _BY_ORIGIN = (
     CauseRow(
         name="uninitialized_memory",
@@ -84,6 +97,7 @@ _BY_ORIGIN = (
         title="a number that is NaN or Inf",
         fix="find where the program computes this number: a weight, a schedule, a running mean",
         helps=("fix_code", "skip"),
+        fixes=tuple((op, _UNMASKED) for op in _MASKS),
     ),
     CauseRow(
         name="ctc_inf",
@@ -110,6 +124,10 @@ _BY_ORIGIN = (
         title="derivative of a root at zero",
         fix="put an eps under the root: torch.sqrt(x + 1e-12)",
         rule=rules.root_gradient,
+        fixes=(
+            ("pow", "put an eps under the power: (x + 1e-12) ** p"),
+            ("hypot", "put an eps under the root: torch.sqrt(x * x + y * y + 1e-12)"),
+        ),
     ),
 )
 """What kind of op it is, or how its result was used, decides."""
@@ -126,23 +144,37 @@ _BY_VALUE = (
         title="logarithm of zero",
         fix="clamp the argument away from 0, or use the log-space form (log_softmax, logsigmoid)",
         rule=rules.log,
+        fixes=(
+            *((op, _UNMASKED) for op in _MASKS),
+            ("*gamma*", "keep the argument above 0: add an eps to it, or 1"),
+        ),
     ),
     CauseRow(
         name="log_of_negative",
         title="logarithm of a negative number",
         fix="keep the argument positive: clamp it, or take the log of its absolute value",
+        rule=rules.determinant,
     ),
     CauseRow(
         name="div_by_zero",
         title="division by zero",
         fix="add an eps to the denominator, or clamp it away from 0",
-        rule=rules.divide,
+        rule=rules_of_quotients.divide,
+        fixes=(
+            ("linalg_qr", "start from linearly independent columns, and keep them so"),
+            *((op, "keep eigenvalues and singular values apart and above 0") for op in ("linalg_eig*", "linalg_svd*")),
+            *((op, _REGULAR) for op in ("linalg_*", "cholesky_*", "lu_*", "triangular_*")),
+        ),
     ),
     CauseRow(
         name="sqrt_of_negative",
         title="root of a negative number",
         fix="clamp the argument at 0 before the root",
         rule=rules.sqrt,
+        fixes=(
+            ("*batch_norm*", "reset the running variance, and find what wrote to it: a checkpoint, a conversion"),
+            ("linalg_*", _REGULAR),
+        ),
     ),
     CauseRow(
         name="pow_negative_base",
@@ -155,6 +187,10 @@ _BY_VALUE = (
         title="argument outside the domain",
         fix="clamp the argument into the open domain: x.clamp(-1 + 1e-6, 1 - 1e-6)",
         rule=rules.domain,
+        fixes=(
+            ("acosh", "clamp the argument into the open domain: x.clamp(min=1 + 1e-6)"),
+            ("*ndtri", "clamp the argument into the open domain: x.clamp(1e-6, 1 - 1e-6)"),
+        ),
     ),
     CauseRow(
         name="label_out_of_domain",
@@ -168,14 +204,14 @@ _BY_VALUE = (
         title="no label counts",
         fix="leave out samples without a label, or divide the summed loss by the number of labels, at least 1",
         helps=("skip", "fix_data", "fix_code"),
-        rule=rules.ignored_labels,
+        rule=rules_of_means.ignored_labels,
     ),
     CauseRow(
         name="std_of_single_element",
         title="deviation of a single element",
         fix="use unbiased=False, or drop a last batch of one (drop_last=True)",
         helps=("fix_code", "skip", "fix_data"),
-        rule=rules.statistic,
+        rule=rules_of_means.statistic,
     ),
     CauseRow(
         name="masked_softmax_all_neg_inf",
@@ -215,12 +251,14 @@ _BY_VALUE = (
         title="overflow in any precision",
         fix="bound the values: normalise between layers, clamp, or leave out extreme inputs",
         helps=("fix_code", "skip", "fix_data"),
+        fixes=(("*prod", "compute in log-space: the sum of the logarithms, torch.cumsum(x.log(), 0)"),),
     ),
     CauseRow(
         name="zero_over_zero",
         title="zero divided by zero",
         fix="clamp the denominator, y.clamp(min=eps) or max(y, eps); skip what has no elements",
-        rule=rules.loss_over_nothing,
+        rule=rules_of_means.over_nothing,
+        fixes=tuple((op, _COUNTED) for op in ("*loss*", "mean", "segment_reduce")),
     ),
 )
 """The values of the operands decide."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanguard import _compat
 from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.look import Look, look
-from nanguard.diagnosis.provenance import BATCH, PARAMETER, STATE, Note, TraceEvent
+from nanguard.diagnosis.provenance import BATCH, OTHER, PARAMETER, STATE, Note, TraceEvent
 
 
 def data_event(note: Note, tensor: Tensor) -> TraceEvent:
@@ -18,7 +18,7 @@ def data_event(note: Note, tensor: Tensor) -> TraceEvent:
     values, seen = _compat.values_of(tensor), look(tensor)
     event = TraceEvent(note, "outside", seen.has_nan, has_posinf=has_posinf(values, seen))
     may_be_mask = not event.has_nan and not note.roots & (PARAMETER | STATE)
-    may_be_mask = may_be_mask and not (note.roots & BATCH and event.has_posinf)  # a sample weight of Inf
+    may_be_mask = may_be_mask and not (note.roots & (BATCH | OTHER) and event.has_posinf)  # a sample weight of Inf
     event.is_mask = may_be_mask and _is_mask(values)
     event.evidence = where_bad(tensor)
     return event

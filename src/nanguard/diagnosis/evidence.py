@@ -104,7 +104,7 @@ def gather(
         made_by.append(source)
     named = {**dict(zip((a.name for a in _compat.schema_arguments(func)), args, strict=False)), **kwargs}
     for name, each in named.items():
-        if isinstance(each, (int, float)) and not isinstance(each, bool):
+        if isinstance(each, (int, float)) and (name == "other" or not isinstance(each, bool)):  # x / (n > 0)
             operands.append(Operand(name=name, value=float(each)))
     evidence.operands, evidence.sources = tuple(operands), tuple(made_by)
     _special(evidence, func, named, values)
@@ -113,14 +113,16 @@ def gather(
 
 
 def where_bad(tensor: Tensor) -> Evidence:
-    """The non-finite values of data: the first, the rows that hold one, and how many of each kind there are."""
+    """The non-finite values of data: the first, NaN before Inf; the rows that hold one; how many of each kind."""
     values = _compat.values_of(tensor)
-    evidence = Evidence(output=replace(_operand("data", values), shape=tuple(tensor.shape)))
-    bad = ~torch.isfinite(real_like(values))
+    output = replace(_operand("data", values), shape=tuple(tensor.shape))
+    bad, nans = ~torch.isfinite(real_like(values)), torch.isnan(real_like(values))
+    evidence = Evidence(output=output, is_nan=bool(nans.any()))
     if values is tensor:
-        evidence.element = place_of_first(bad) if bad.ndim else ()
+        first = nans if evidence.is_nan else bad
+        evidence.element = place_of_first(first) if bad.ndim else ()
         evidence.samples = _rows(bad)
-    evidence.is_nan = bool(torch.isnan(real_like(values)).any())
+        evidence.output = replace(output, value=value_at(tensor, tensor.shape, evidence.element))
     return evidence
 
 

@@ -14,6 +14,7 @@ from nanguard import _compat
 from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
+from nanguard.diagnosis.taped import holds_samples
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Link, Operand, Stretch
@@ -83,6 +84,9 @@ class Exam:
         has_none = has_no_samples(self.run.trace, self.parts, self.pending)
         num = None if has_none else num_samples_of(self.batch(), fetched)
         is_batch = num is not None and shape[:1] == (num,) and (num > 1 or bool(fetched))
+        micros = self.pending.microbatches
+        if is_batch and num is not None and micros:
+            is_batch = holds_samples(micros[self.run.microbatch], num, is_fetched=bool(fetched))
         return event.evidence.samples if is_batch else ()
 
     def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.exam import Exam, operands_of, plain_dtype, size_of
 from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
-from nanguard.diagnosis.rules import Case, ignored_label
+from nanguard.diagnosis.rules import Case
+from nanguard.diagnosis.rules_of_quotients import ignored_label
 from nanguard.records.diagnosis import Diagnosis, Phase
 from nanguard.source.frames import is_users_file, source_of
 from nanguard.state.batch_indices import num_samples_of
@@ -35,7 +36,7 @@ def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
     diagnosis = Diagnosis(
         phase=phase,
         cause=cause,
-        op=_op(exam, note, event),
+        op=_op(exam, finding),
         module=_module(exam, note),
         source=source,
         is_line_traced=is_traced,
@@ -50,11 +51,13 @@ def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
     return _upstream(exam, diagnosis, event)
 
 
-def _op(exam: Exam, note: Note, event: TraceEvent) -> str:
+def _op(exam: Exam, finding: TraceFinding) -> str:
     """Torch's own constants belong to the op that the user called: ``logdet`` makes its NaN with ``scalar_tensor``."""
-    if event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
+    note = finding.event.note
+    if finding.event.kind == "given" and note.op in ("scalar_tensor", "where", "full"):
         near = [n.op for n in exam.run.trace.notes if n.place == note.place and "det" in n.op]
-        return near[0] if near else note.name
+        users = [event.note.name for event in finding.chain[1:]] if note.op == "scalar_tensor" else []
+        return next(iter([*near, *users]), note.name)
     return note.name
 
 

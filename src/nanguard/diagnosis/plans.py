@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanguard import _compat
+from nanguard.state.trees import tensors
 
 LIFTS = ("lift", "lift_fresh")
 """The ops that the dispatcher sees for ``torch.tensor(...)``, ``torch.from_numpy(...)`` and the like."""
@@ -36,6 +39,14 @@ class Plan:
     arguments: tuple[str, ...]
     is_empty: bool
     unread: tuple[str, ...]
+
+    def named_tensors(self, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that the op is given, by the names of its arguments."""
+        for place, value in enumerate(args):
+            name = self.arguments[place] if place < len(self.arguments) else str(place)
+            yield from ((name, tensor) for tensor in tensors(value))
+        for name, value in kwargs.items():
+            yield from ((name, tensor) for tensor in tensors(value))
 
 
 def plan_of(func: Any) -> Plan:

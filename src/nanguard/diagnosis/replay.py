@@ -249,7 +249,7 @@ def _data(pending: PendingStep) -> Iterator[tuple[str, Tensor]]:
         name = "batch" if len(pending.microbatches) == 1 else f"microbatches[{place}]"
         if isinstance(micro.loss_fn, TapedRun):
             in_objects = tensors_in_objects(micro.loss_fn)
-            yield from ((f"{name}['{path}']", tensor) for path, tensor in in_objects)
+            yield from ((f"{name}[{path!r}]", tensor) for path, tensor in in_objects)
         yield from named_tensors(micro.batch, name)
 
 

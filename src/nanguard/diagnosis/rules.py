@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanguard.diagnosis.ancestry import is_norm, is_norm_of, is_state, label_left_out, vanished_eps
+import torch
+
+from nanguard.diagnosis.ancestry import is_state, vanished_eps
 from nanguard.diagnosis.blame import TraceFinding, ancestors, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Operand
-from nanguard.records.words import counted
+from nanguard.source.frames import source_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,11 @@ _LOGARITHMS = ("log", "log2", "log10", "log1p")
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
-_SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
+SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
         *("add", "baddbmm", "cumsum", "lerp", "logaddexp", "logcumsumexp", "logsumexp", "mean", "native_layer_norm"),
-        *("rsub", "sub", "sum", *_SPREADS),
+        *("rsub", "sub", "sum", *SPREADS),
     )
 )
 
@@ -76,11 +78,11 @@ def _argument(case: Case) -> Operand | None:
     return case.evidence.operand("self", "input", "x")
 
 
-def _value(operand: Operand | None) -> float | None:
+def value_of(operand: Operand | None) -> float | None:
     return None if operand is None else operand.value
 
 
-def _fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
+def fraction(case: Case) -> tuple[Operand | None, Operand | None, str]:
     """The numerator, the denominator, and the name of the denominator's argument."""
     evidence = case.evidence
     if case.op in ("reciprocal", "rsqrt"):
@@ -118,7 +120,7 @@ def reach(operand: Operand | None) -> float:
 
 def given(case: Case) -> Found:
     """A value that does not come from operands: uninitialised memory, or a number of the program or of torch."""
-    if case.event.kind != "given" or case.note.node in _SPREADS:
+    if case.event.kind != "given" or case.note.node in SPREADS:
         return None
     if not case.event.has_nan and not computes_with_inf(case.event):
         return None
@@ -156,41 +158,49 @@ def root_gradient(case: Case) -> Found:
             return None
         return "sqrt_grad_at_zero", f"the derivative of {node} at 0 is infinite, and an operand is exactly 0"
     if node == "pow" and case.op == "pow":
-        base, exponent = _value(case.evidence.operand("self")), _value(case.evidence.operand("exponent"))
+        base, exponent = value_of(case.evidence.operand("self")), value_of(case.evidence.operand("exponent"))
         if base == 0 and exponent is not None and exponent < 0:
             return "sqrt_grad_at_zero", f"the derivative of x**{exponent + 1:g} at 0 is infinite"
-    if node.startswith("linalg_") and node.removeprefix("linalg_") in ("svd", "eigh", "eig", "qr", "svdvals"):
-        return "div_by_zero", f"the derivative of {node} divides by differences of singular values, and two are equal"
     return None
 
 
 def _divides_by_zero(case: Case) -> bool:
-    _, below, _ = _fraction(case)
-    return _value(below) == 0
+    _, below, _ = fraction(case)
+    return value_of(below) == 0
 
 
 def exp(case: Case) -> Found:
     if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
         return None
     top = _argument(case)
-    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8}.get(case.dtype, 88.7)
-    return "exp_overflow", f"{case.op} of {number(_value(top))} exceeds {case.dtype}: it ends at about {limit}"
+    limit = {"float16": 11.1, "bfloat16": 88.7, "float64": 709.8, "complex128": 709.8}.get(case.dtype, 88.7)
+    if case.dtype.startswith("complex"):
+        return "exp_overflow", f"{case.op} exceeds {case.dtype}: the real part of its argument may be about {limit}"
+    return "exp_overflow", f"{case.op} of {number(value_of(top))} exceeds {case.dtype}: it ends at about {limit}"
+
+
+def determinant(case: Case) -> Found:
+    if case.op not in ("linalg_slogdet", "slogdet", "logdet"):
+        return None
+    if case.evidence.is_nan:
+        return "log_of_negative", "the determinant is negative"
+    return "log_of_zero", "the determinant is 0"
 
 
 def log(case: Case) -> Found:
-    if case.op in ("linalg_slogdet", "slogdet", "logdet"):
-        return ("log_of_negative" if case.evidence.is_nan else "log_of_zero"), "the determinant is not positive"
     if case.op == "div" and case.note.node in _LOGARITHMS and case.note.phase == "backward" and case.is_birth:
         return _derivative_of_log(case)
     if case.op not in (*_LOGARITHMS, "logit", "xlogy", "special_xlogy", "xlog1py", "log_sigmoid"):
         return None
     name = "other" if "xlog" in case.op else "self"
-    value = _value(case.evidence.operand(name, "self"))
+    value = value_of(case.evidence.operand(name, "self"))
     if value is None:
         return None
     shifted = value + 1 if case.op in ("log1p", "xlog1py") else value
     if case.op == "logit":
         shifted = min(value, 1 - value)
+    if shifted < 0 and case.note.node == "pow":
+        return "pow_negative_base", f"the derivative of x ** p by p is a logarithm of x, and x is {number(value)}"
     if shifted < 0:
         if is_label(case):
             return "label_out_of_domain", f"{case.op} of a target of {number(value)}: it must not be negative"
@@ -204,71 +214,15 @@ def log(case: Case) -> Found:
 
 
 def _derivative_of_log(case: Case) -> Found:
-    divisor = _value(case.evidence.operand("other"))
+    divisor = value_of(case.evidence.operand("other"))
     if divisor is None or divisor == 0 or case.note.in_user_code:
         return None
     why = f"the derivative of {case.note.node} at {number(divisor)} exceeds {case.dtype}"
     return "log_of_zero", f"{why}, although the logarithm itself does not"
 
 
-def _as_number(operand: Operand | None) -> str:
-    """Words for a denominator that is no tensor: to add an eps to it would hide the mistake."""
-    is_number = operand is not None and not operand.dtype
-    return ": the divisor is a number of the program, such as a setting or a count" if is_number else ""
-
-
-def divide(case: Case) -> Found:
-    if case.op not in ("div", "true_divide", "divide", "reciprocal", "addcdiv", "rsqrt", "remainder", "fmod"):
-        return None
-    top, below, name = _fraction(case)
-    divisor, dividend = _value(below), _value(top)
-    if divisor is None:
-        return None
-    source, over = case.evidence.source(name), case.evidence.source("self" if case.op != "addcdiv" else "tensor1")
-    if case.op == "rsqrt" and divisor < 0:
-        return "sqrt_of_negative", f"rsqrt of {number(divisor)}"
-    if divisor == 0:
-        eps = vanished_eps(source)
-        if eps is not None:
-            why = f"the eps of {eps[0]:g} that was added to the denominator is 0 in {eps[1]}"
-            return ("optimizer_eps_underflow" if case.note.phase == "optimizer" else "eps_underflow"), why
-        if dividend == 0:
-            if is_norm_of(source, over):
-                return "division_by_near_zero_norm", "a vector of zeros is divided by its own norm"
-            ignored = ignored_label(case)
-            if ignored is not None:
-                return "all_labels_ignored", f"every label is {number(ignored)}, which the loss leaves out: 0 / 0"
-            return "zero_over_zero", "0 / 0" + (_sum_of_zeros(source) or _as_number(below))
-        if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
-            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
-        return "div_by_zero", f"{number(dividend)} / 0{_as_number(below)}"
-    if not case.is_birth or dividend is None or not math.isfinite(divisor):
-        return None
-    if case.op == "addcdiv" and abs(dividend / divisor) <= (65504.0 if case.dtype == "float16" else 3.4e38):
-        return None  # not the quotient is too large, but its factor
-    if abs(divisor) < 1e-4 and case.evidence.finite_in != "fp32":
-        if is_norm_of(source, over) or is_norm(source):
-            return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of {number(divisor)}"
-        return "div_by_zero", f"{number(dividend)} / {number(divisor)} leaves {case.dtype}"
-    return None
-
-
-def ignored_label(case: Case) -> float | None:
-    """The label that the loss leaves out, if it is a mean over no other labels."""
-    given = case.evidence.operand("ignore_index")
-    return label_left_out(case.evidence.source("self")) if given is None else given.value
-
-
-def _sum_of_zeros(denominator: object) -> str:
-    """Words for a mean by hand over a mask or weights that leave nothing."""
-    if not isinstance(denominator, Note) or denominator.op != "sum" or not denominator.parents:
-        return ""
-    summed = denominator.parents[0].look
-    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * (summed.low == summed.high == 0)
-
-
 def sqrt(case: Case) -> Found:
-    value = _value(_argument(case))
+    value = value_of(_argument(case))
     if case.op != "sqrt" or value is None or value >= 0:
         return None
     if is_label(case):
@@ -281,7 +235,7 @@ def sqrt(case: Case) -> Found:
 def power(case: Case) -> Found:
     if case.op not in ("pow", "float_power"):
         return None
-    base, exponent = (_value(case.evidence.operand(name)) for name in ("self", "exponent"))
+    base, exponent = (value_of(case.evidence.operand(name)) for name in ("self", "exponent"))
     if base is None or exponent is None:
         return None
     if base < 0 and exponent != int(exponent):
@@ -294,14 +248,14 @@ def power(case: Case) -> Found:
 
 
 def domain(case: Case) -> Found:
-    value = _value(_argument(case))
+    value = value_of(_argument(case))
     if case.op not in ("acos", "asin", "acosh", "atanh", "erfinv", "special_ndtri") or value is None:
         return None
     return "acos_asin_domain", f"{case.op} of {value:.8g}, which is at or beyond the end of its domain"
 
 
 def gamma(case: Case) -> Found:
-    value = _value(_argument(case))
+    value = value_of(_argument(case))
     if case.op not in ("lgamma", "digamma", "polygamma", "mvlgamma", "special_gammaln", "igamma", "igammac"):
         return None
     if value is None or value > 0:
@@ -312,29 +266,6 @@ def gamma(case: Case) -> Found:
             f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
         )
     return "log_of_zero", f"{case.op} has a pole at {number(value)}"
-
-
-def ignored_labels(case: Case) -> Found:
-    """A mean over the targets that count, and none does."""
-    if "nll_loss" not in case.op or not case.is_birth or case.evidence.count != 0:
-        return None
-    ignored = case.evidence.operand("ignore_index")
-    return (
-        "all_labels_ignored",
-        f"every label is {number(_value(ignored))}, which the loss leaves out: a mean over nothing",
-    )
-
-
-def statistic(case: Case) -> Found:
-    count = case.evidence.count
-    if count is not None and case.op in _SPREADS and count <= case.evidence.correction:
-        words = f"{case.op} over {counted(count, 'element')}"
-        return "std_of_single_element", f"{words} divides by {count} - {case.evidence.correction:g}"
-    if case.note.node in _SPREADS and not case.note.in_user_code and not case.evidence.finite_in:
-        return "std_of_single_element", f"the derivative of {case.note.node} over one element divides by 1 - 1"
-    if count == 0:
-        return "zero_over_zero", f"{case.op} over nothing: the tensor has no elements"
-    return None
 
 
 def softmax(case: Case) -> Found:
@@ -362,11 +293,19 @@ def infinities(case: Case) -> Found:
 
 
 def _hidden(case: Case) -> Found:
-    """An infinity of a mask reaches the loss: through a logarithm, or because the loss picks a masked entry."""
-    ops = {event.note.op for event in case.finding.chain}
-    if not ops & {"log_softmax", "logsumexp", "log", *_PICKS}:
+    """An infinity of a mask reaches the loss: by a logarithm, because the loss picks a masked entry, or as it is."""
+    asks = next((e.note for e in case.finding.chain if e.note.op in ("log_softmax", "logsumexp", "log", *_PICKS)), None)
+    if asks is not None:
+        at = "" if asks.place is None else f" ({asks.op} at {source_of(asks.place)})"
+        return (
+            "log_of_zero",
+            f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0{at}",
+        )
+    is_put = case.event.kind == "given" or any(parent.is_mask and parent.note.op for parent in case.event.parents)
+    if not is_put or case.finding.chain[-1].has_nan:
         return None
-    return "log_of_zero", f"{case.op} puts an infinity where the loss asks for the log of a probability, which is 0"
+    why = "a mask, or the log of a probability that is 0, outside of the support of a distribution"
+    return "nonfinite_constant", f"an infinity is put into a value that the loss adds up: {why}"
 
 
 def overflow(case: Case) -> Found:
@@ -378,13 +317,10 @@ def overflow(case: Case) -> Found:
     if wide == "fp32" and dtype == "float16":
         words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
         return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
+    if case.op in ("add", "sub") and biggest == torch.finfo(getattr(torch, dtype)).max:
+        words = f"-{biggest:.3g} twice is more than {dtype} holds, but torch.minimum of them is not"
+        return "overflow_any_precision", f"masks of finfo.min are added: {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
         words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
         return "overflow_any_precision", words
-    return None
-
-
-def loss_over_nothing(case: Case) -> Found:
-    if "loss" in case.op and case.is_birth and not case.evidence.finite_in:
-        return "zero_over_zero", f"{case.op} averages over nothing: no target counts"
     return None

@@ -177,12 +177,19 @@ def risk_of(value: ast.AST) -> int:
         if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) and not isinstance(each.right, ast.Constant):
             risk = max(risk, _LIKELY)
         elif isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow):
-            risk = max(risk, _POSSIBLE)
+            risk = max(risk, _LIKELY if _is_negative(each.right) else _POSSIBLE)
+        elif isinstance(each, ast.Call) and last_name(each.func) == "pow" and any(map(_is_negative, each.args)):
+            risk = max(risk, _LIKELY)  # a division
         elif isinstance(each, ast.Call) and last_name(each.func) in _LIKELY_CALLS:
             risk = max(risk, _LIKELY)
         elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
             risk = max(risk, _POSSIBLE)
     return risk
+
+
+def _is_negative(node: ast.AST) -> bool:
+    """``-0.5``"""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
 
 
 def _paths_in(value: ast.AST) -> set[int]:

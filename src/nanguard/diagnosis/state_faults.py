@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Iterable
@@ -18,10 +19,12 @@ from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, NotRepeatable, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
+from nanguard.diagnosis.taped import TapedRun
 from nanguard.records.diagnosis import OF_MADE_DATA, Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.held import Held, held_by_module
 from nanguard.state.training_state import TrainingState
+from nanguard.step.calls import Call
 
 _ABSURD_RATE = 1e3
 """No training has such a learning rate, whatever the optimizer."""
@@ -30,6 +33,11 @@ _LEAVES_RANGE = frozenset(("div_by_zero", "overflow_any_precision", "overflow_fp
 
 _ABSURD = 1e12
 """No initialisation makes numbers as large as this, or so much larger than the others."""
+
+_KEPT = (
+    "the step before was not finite either: if the program keeps this from step to step, such as a hidden state, a "
+    "queue or an average, it has to reset it"
+)
 
 _CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
@@ -67,7 +75,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
-    diagnosis = replace(diagnosis, because=f"{event.origin} holds {_what_and_where(event.evidence)}")
+    diagnosis = replace(diagnosis, because=f"{_in_words(exam, event.origin)} holds {_what_and_where(event.evidence)}")
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
@@ -79,7 +87,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         return _by_learning_rate(found, state, name) if num_applied else found
     if kind == "buffer":
         owner, line = _set_at(exam, state, name)
-        because = f"buffer {name} holds NaN or Inf before the step"
+        because = f"buffer {name} held {_what_and_where(event.evidence)} before the step"
         return replace(
             diagnosis,
             phase="buffer",
@@ -98,16 +106,18 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
         return _of_held(exam, diagnosis, held)
-    users = [getattr(micro.loss_fn, "__name__", "") for micro in exam.pending.microbatches]
+    users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     names, exam.is_from_loader = _names_of(exam, event.origin), exam.may_be_from_loader(event)
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
     line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in, ran=ran)
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
+    is_repeated = exam.parts.journal.refused_in_a_row > 0 and not exam.pending.fetched
     return replace(
         diagnosis,
         source=line or diagnosis.source,
         is_line_traced=line is None,
+        because=f"{diagnosis.because}; {_KEPT}" if is_repeated else diagnosis.because,
         confidence="guess" if event.note.roots & OTHER else "certain",  # its origin is unknown
     )
 
@@ -119,13 +129,15 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
     is_trained = any(held.tensor is each for each in tensors)
     whose = "which another optimizer trains" if is_trained else "which is not trained"
     is_statistic = held.name.rpartition(".")[2].startswith("running_")
+    is_weight = held.kind == "parameter"
+    written = authorship.in_words(authorship.lines_that_write(exam.files())) if is_weight and not is_trained else ""
     cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
     return replace(
         diagnosis,
         phase=held.kind,
-        cause="parameter_corrupted" if held.kind == "parameter" else cause,
+        cause="parameter_corrupted" if is_weight else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step",
+        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step{written}",
         samples=(),
     )
 
@@ -142,9 +154,10 @@ def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
 def _what_and_where(evidence: Evidence) -> str:
     """``NaN at [3, 0] and 2 more``."""
     data = evidence.output
-    num = 0 if data is None else data.num_nan + data.num_inf
+    num, first = (0, None) if data is None else (data.num_nan + data.num_inf, data.value)
+    what = "NaN" if evidence.is_nan else "-Inf" if first == -math.inf else "Inf"
     at = f" at {list(evidence.element)}" if evidence.element else ""
-    return f"{'NaN' if evidence.is_nan else 'Inf'}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
+    return f"{what}{at}" + (f" and {num - 1:,} more" if num > 1 else "")
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
@@ -242,6 +255,16 @@ def _set_at(
     module = state.module(owner)
     line = None if module is None else authorship.line_that_sets(module, name, exam.files(), rows)
     return owner, line
+
+
+def _in_words(exam: Exam, origin: str) -> str:
+    """What the program calls data: its expressions on a tape, and the place in a call of the model."""
+    micros = exam.pending.microbatches
+    if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
+        key = re.search(r"""\[('.*'|".*")\]$""", origin)
+        return origin if key is None else ast.literal_eval(key[1])
+    given = re.search(r"\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", origin) if isinstance(exam.batch(), Call) else None
+    return origin if given is None else f"argument {given[1] or given[2]}{given[3]} of the model"
 
 
 def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
 from nanguard.source.frames import standing_in
-from nanguard.state.trees import children, in_python, mapped, named_tensors
+from nanguard.state.trees import attributes, mapped, named_leaves, named_tensors, tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
 from nanguard.step.tape import (
@@ -29,6 +29,7 @@ from nanguard.step.tape import (
     name_of,
     results_of,
     tokens,
+    tokens_for_module,
 )
 
 _KEEPS_COUNT = frozenset(("batch_norm", "instance_norm"))
@@ -144,6 +145,20 @@ def microbatches(
     return micros, tuple(dict.fromkeys(obstacles))
 
 
+def holds_samples(micro: Microbatch, num: int, *, is_fetched: bool) -> bool:
+    """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them.
+
+    Then they are those of a table, such as a running mean, and not samples. ``is_fetched``: a loader gave the batch.
+    """
+    if not isinstance(micro.loss_fn, TapedRun) or is_fetched:
+        return True
+    calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
+    given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
+    if given:
+        return any(tensor.ndim and tensor.shape[0] % num == 0 for tensor in given)
+    return sum(tensor.shape[:1] == (num,) for tensor in tensors(micro.batch)) > 1
+
+
 def repeatable(
     tape: CallTape, trained: Iterable[Tensor], device: torch.device, *, from_calls_on: bool = False
 ) -> tuple[CallTape, tuple[str, ...]]:
@@ -170,10 +185,11 @@ def tensors_in_objects(run: TapedRun) -> Iterator[tuple[str, Tensor]]:
     """Those inside objects that modules were given, such as a graph, by name. They are data, but not in the batch."""
     for row in run.rows:
         for argument, name in () if row is None or row.call is None else _named_arguments(row):
-            for leaf, path in _named_leaves(argument, name):
-                if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-                    for attribute, value in vars(leaf).items():
-                        yield from named_tensors(value, f"{path}.{attribute}")
+            for path, leaf in named_leaves(argument):
+                if not isinstance(leaf, (Tensor, Made, Outside, Unseen)):
+                    (whole,) = names_of_parts(name, [path])
+                    for attribute, value in attributes(leaf):
+                        yield from named_tensors(value, f"{whole}.{attribute}")
 
 
 def _named_arguments(row: Row) -> list[tuple[Any, str]]:
@@ -187,23 +203,13 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
     for row in filter(None, run.rows):
         for argument, name in _named_arguments(row):
-            for leaf, part in _named_leaves(argument, name):
-                for token in tokens(leaf):
-                    is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
-                    if is_from_outside and not isinstance(token.tensor, nn.Parameter):
-                        yield token.tensor, part
-
-
-def _named_leaves(argument: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """What is inside an argument of this name, and no container, each with the name that leads to it."""
-    inside = list(children(argument) or ())
-    if not inside:
-        yield argument, name
-        return
-    paths = [in_python(argument, key).replace("'", '"') for key, _ in inside]
-    names = names_of_parts(name, paths) if len(inside) > 1 else [name]
-    for (_, child), part in zip(inside, names, strict=True):
-        yield from _named_leaves(child, part)
+            inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
+            named = {id(leaf): path for path, leaf in named_leaves(argument)}
+            paths = [named.get(id(token), "") for token in inside]  # a slice is no container
+            for token, part in zip(inside, names_of_parts(name, paths), strict=True):
+                is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
+                if is_from_outside and not isinstance(token.tensor, nn.Parameter):
+                    yield token.tensor, part
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:

@@ -71,6 +71,7 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: list[Any] = []
         self._watched: dict[int, str] = {}
         self._made: dict[int, Note] = {}
+        self._written_first: set[int] = set()  # memory from before the step, which the step has not read yet
         self._bad: dict[int, tuple[TraceEvent, ...]] = {}
         self._sites: dict[tuple[int, int], tuple[str, Site]] = {}
         self._main = threading.get_ident()
@@ -171,7 +172,7 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow_raising(self, plan: Plan, site: Site, node: Any, args: Any, kwargs: Any) -> None:
         """An op that raises, maybe because of what it was given, is the last one that used it."""
-        inputs = list(_named_tensors(plan, args, kwargs))
+        inputs = list(plan.named_tensors(args, kwargs))
         sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
         note = self._note(plan, site, node, args, kwargs, sources)
         bad = self._bad_inputs(note, inputs, {})
@@ -222,12 +223,14 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = written + made
         if not outputs:
             return
-        inputs = [] if plan.is_empty or plan.op in LIFTS else list(_named_tensors(plan, args, kwargs))
+        inputs = [] if plan.is_empty or plan.op in LIFTS else list(plan.named_tensors(args, kwargs))
         inputs = [each for each in inputs if each[0] not in plan.unread]
         sources = [self._parent(_compat.storage_key(tensor)) for _, tensor in inputs]
         note = self._note(plan, site, node, args, kwargs, sources)
         bad = self._bad_inputs(note, inputs, before)
         worst: list[tuple[Tensor, Look]] = []
+        self._written_first |= {key for key in map(_compat.storage_key, written) if self._parent(key) is None}
+        self._written_first -= set(map(_compat.storage_key, made))
         for tensor in outputs:
             key = _compat.storage_key(tensor)
             seen = look(tensor)
@@ -309,7 +312,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not can_hold_nan(tensor):
                 continue
             key = _compat.storage_key(tensor)
-            if key not in self._made and key not in self._leaves:
+            if self._is_unknown(key, before.get(id(tensor), tensor)):
+                self._made.pop(key, None)
                 what = f"{name} of {note.op}, which no op of the step was seen to make,"
                 self._leaves[key] = leaf = Leaf(what, OTHER, NOTHING)
                 leaf.look = look(before.get(id(tensor), tensor))
@@ -321,6 +325,12 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if events and not look(before.get(id(tensor), tensor)).is_finite:
                 bad.append((tensor, events))
         return bad
+
+    def _is_unknown(self, key: int, tensor: Tensor) -> bool:
+        """True if no op was seen to make what a tensor holds, though one may have written to another part of it."""
+        if key not in self._made:
+            return key not in self._leaves
+        return key in self._written_first and key not in self._bad and not look(tensor).is_finite
 
     def _event(
         self,
@@ -372,16 +382,6 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _covers(tensor: Tensor) -> bool:
     """True if a tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() >= _compat.storage_size(tensor)
-
-
-def _named_tensors(plan: Plan, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
-    for place, value in enumerate(args):
-        name = plan.arguments[place] if place < len(plan.arguments) else str(place)
-        for tensor in tensors(value):
-            yield name, tensor
-    for name, value in kwargs.items():
-        for tensor in tensors(value):
-            yield name, tensor
 
 
 def _numbers(tree: Any) -> Iterable[float]:

@@ -10,13 +10,12 @@ import torch
 
 from nanguard.diagnosis.exam import has_no_samples
 from nanguard.diagnosis.replay import Replay
-from nanguard.diagnosis.taped import TapedRun
+from nanguard.diagnosis.taped import holds_samples
 from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import OF_EARLIER_STEPS, Diagnosis, Trial
 from nanguard.state.batch_indices import num_samples_of
 from nanguard.state.batches import filled
 from nanguard.state.casts import has_half_weights
-from nanguard.state.trees import tensors
 
 _HALF = ("torch.float16", "torch.bfloat16")
 _MOST_MODULES = 4
@@ -139,14 +138,11 @@ class Trials:
             if diagnosis.cause == "all_labels_ignored":
                 return diagnosis
             suspects = []
-        is_guessed = not suspects
-        if is_guessed:
-            suspects = self._bisected(num) if self._is_batch(num) else []
-        if not suspects or len(suspects) == num:
-            return replace(diagnosis, samples=())
-        alone = False if is_guessed else self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
+        if not suspects:
+            return replace(diagnosis, samples=self._bisected(num) if self._holds_samples(num) else ())
+        alone = self._on(f"{_samples_in_words(suspects)} alone", suspects, num)
         others = [sample for sample in range(num) if sample not in suspects]
-        without = self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
+        without = self._without(suspects, num)
         if alone is without is None:
             return with_shown_samples(diagnosis)
         is_guilty = alone is not True and without is True
@@ -155,30 +151,35 @@ class Trials:
             is_guilty = any(self._on(f"sample {sample} alone", [sample], num) for sample in some)
         return replace(diagnosis, samples=tuple(suspects) if is_guilty else ())
 
-    def _is_batch(self, num: int) -> bool:
-        """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them."""
-        micro = self._replay.pending.microbatches[self._microbatch]
-        if not isinstance(micro.loss_fn, TapedRun):
-            return True
-        same = [tensor for tensor in tensors(micro.batch) if tensor.shape[:1] == (num,)]
-        calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
-        given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
-        if given:
-            return bool(self._replay.pending.fetched) or any(t.ndim and t.shape[0] % num == 0 for t in given)
-        return len(same) > 1 or bool(self._replay.pending.fetched)
+    def _holds_samples(self, num: int) -> bool:
+        pending = self._replay.pending
+        return holds_samples(pending.microbatches[self._microbatch], num, is_fetched=bool(pending.fetched))
 
-    def _bisected(self, num: int) -> list[int]:
-        """Bisect the batch to one sample that is non-finite alone. Empty if it takes several together."""
-        left = list(range(num))
-        while len(left) > 1:
-            half = len(left) // 2
-            for part in (left[:half], left[half:]):
-                if self._on(f"{_samples_in_words(part)} alone", part, num) is False:
-                    left = part
-                    break
-            else:
-                return []
-        return left
+    def _without(self, suspects: Sequence[int], num: int) -> bool | None:
+        others = [sample for sample in range(num) if sample not in suspects]
+        return self._on(f"the batch without {_samples_in_words(suspects)}", others, num)
+
+    def _bisected(self, num: int) -> tuple[int, ...]:
+        """A few samples that are non-finite alone, found by halves, without which the batch is finite.
+
+        Empty if there are no such samples: if there are too many, say, or if it takes several together.
+        """
+        found: list[int] = []
+        while len(found) < min(_MOST_OTHERS, num - 1):
+            left = [sample for sample in range(num) if sample not in found]
+            while len(left) > 1:
+                half = len(left) // 2
+                for part in (left[:half], left[half:]):
+                    if self._on(f"{_samples_in_words(part)} alone", part, num) is False:
+                        left = part
+                        break
+                else:
+                    return ()
+            found = sorted([*found, *left])
+            without = self._without(found, num)
+            if without is not False:
+                return tuple(found) if without else ()
+        return ()
 
     def _on(self, what: str, samples: Sequence[int], num: int) -> bool | None:
         """None if this could not be tried. A program for batches of one size gets the samples several times over."""
@@ -223,7 +224,8 @@ class Trials:
 def with_shown_samples(diagnosis: Diagnosis) -> Diagnosis:
     """Without experiments, samples are named only if the batch itself shows them: by its values or its labels."""
     is_shown = diagnosis.cause == "all_labels_ignored"
-    is_shown = is_shown or (diagnosis.phase == "data" and diagnosis.because.startswith(("batch", "microbatches[")))
+    is_known = diagnosis.phase == "data" and diagnosis.confidence == "certain"
+    is_shown = is_shown or (is_known and " holds " in diagnosis.because)
     return diagnosis if is_shown else replace(diagnosis, samples=())
 
 

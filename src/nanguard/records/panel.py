@@ -252,7 +252,9 @@ def _found(outcome: Outcome) -> str:
     if "loss" in reading.found:
         parts.append(f"loss {elsewhere if math.isfinite(reading.loss) else _spelled(reading.loss)}")
     if "gradients" in reading.found:
-        parts.append(f"gradients {f'of {joined(reading.gradients)}' if reading.gradients else elsewhere}")
+        whose = f"of {joined(reading.gradients)}" if reading.gradients else elsewhere
+        is_on_its_way = not (reading.gradients or reading.ranks)  # anomaly mode has raised before it got anywhere
+        parts.append("a gradient inside the backward pass" if is_on_its_way else f"gradients {whose}")
     if "update" in reading.found:
         parts.append("the gradients are finite, but not the update; it was undone")
     if "output" in reading.found:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nanguard.diagnosis import authorship
 from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
@@ -14,14 +15,17 @@ from nanguard.diagnosis.state_faults import absurd_rate
 from nanguard.diagnosis.taped import repeatable
 from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.incidents.tape_writer import RepeatableTape
-from nanguard.records.diagnosis import Diagnosis
+from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.steps import Outcome, Reading
 from nanguard.records.words import listed
 from nanguard.run_folder import as_seen
+from nanguard.source.frames import user_files
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
+
+_CHECKED_FROM_NOW = "updates are checked from now on: if it happens again, it is caught and explained"
 
 
 class Casebook:
@@ -46,7 +50,11 @@ class Casebook:
         diagnosis = self._examinations.examine(
             pending, reading, past, update="update" in reading.found, is_last=is_last
         )
-        return _of_damage(diagnosis, reading, past) if diagnosis is not None and reading.damaged else diagnosis
+        return (
+            diagnosis
+            if diagnosis is None or not reading.damaged
+            else self._of_damage(diagnosis, pending, reading, past)
+        )
 
     def gather(
         self, pending: PendingStep, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
@@ -84,6 +92,50 @@ class Casebook:
         self._parts.journal.num_not_kept = self._bundles.num_left_out
         return "" if path is None else as_seen(path)
 
+    def _of_damage(self, diagnosis: Diagnosis, pending: PendingStep, reading: Reading, past: Past) -> Diagnosis:
+        """The diagnosis of damage that happened after the step before, which still saw finite weights."""
+        is_seen = "update" in reading.found or diagnosis.confidence == "certain"
+        if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
+            return diagnosis  # the update, or the program, was seen to write to them in this very step
+        names = listed(reading.damaged)
+        last = reading.step - 1
+        is_by_program, lines = self._parts.update_checks.had(last), self._lines_that_write(pending)
+        by = (
+            "by the program, since the update of that step was finite"
+            if is_by_program
+            else "by its update, or by the program"
+        )
+        because = f"{names} became non-finite after step {last:,}: {by}{authorship.in_words(lines)}"
+        known = [each.lrs for each in past.readings if each.step <= last and each.lrs]
+        rates = [rate for rate in known[-1] if rate is not None] if known else []
+        rate, cause = next((rate for rate in rates if not math.isfinite(rate)), None), "parameter_corrupted"
+        if rate is not None:
+            cause = "nonfinite_constant"
+            because = f"the learning rate of step {last:,} was {rate}, and its update made {names} non-finite"
+        elif (absurd := absurd_rate(rates)) is not None:
+            cause = "learning_rate_too_high"
+            because = f"{names} became non-finite after step {last:,}, which had a learning rate of {absurd:g}"
+        damaged = replace(
+            diagnosis,
+            cause=cause,
+            source=lines[0] if is_by_program and len(lines) == 1 else None,
+            is_line_traced=False,
+            op="",
+            batch=None if reading.batch is None else max(0, reading.batch - 1),
+            since_step=max(0, last),
+            because=because,
+            notes=diagnosis.notes if is_by_program else (*diagnosis.notes, _CHECKED_FROM_NOW),
+            confidence="guess" if rate is None else "likely",
+        )
+        return with_remedy(damaged)
+
+    def _lines_that_write(self, pending: PendingStep) -> list[Source]:
+        """Of the program, to tensors: some of them may be weights. Found by reading it."""
+        taped = pending.tape.functions if pending.tape is not None else ()
+        functions = [micro.loss_fn for micro in pending.microbatches]
+        files = user_files([*functions, *map(type, self._parts.state.own_model.modules())])
+        return authorship.lines_that_write(dict.fromkeys([*files, *(file for file, _ in taped)]))
+
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C, or an exit, came while the step was examined."""
@@ -98,34 +150,3 @@ class Casebook:
             interrupt, self._examinations.interrupt = self._examinations.interrupt, None
             if interrupt is not None:
                 raise interrupt
-
-
-def _of_damage(diagnosis: Diagnosis, reading: Reading, past: Past) -> Diagnosis:
-    """The diagnosis of damage that happened after the step before, which still saw finite weights."""
-    is_seen = "update" in reading.found or diagnosis.confidence == "certain"
-    if diagnosis.phase not in ("parameter", "optimizer") or is_seen:
-        return diagnosis  # the update, or the program, was seen to write to them in this very step
-    names = listed(reading.damaged)
-    last = reading.step - 1
-    because = f"{names} became non-finite after step {last:,}: by its update, or by the program"
-    known = [each.lrs for each in past.readings if each.step <= last and each.lrs]
-    rates = [rate for rate in known[-1] if rate is not None] if known else []
-    rate, cause = next((rate for rate in rates if not math.isfinite(rate)), None), "parameter_corrupted"
-    if rate is not None:
-        cause = "nonfinite_constant"
-        because = f"the learning rate of step {last:,} was {rate}, and its update made {names} non-finite"
-    elif (absurd := absurd_rate(rates)) is not None:
-        cause = "learning_rate_too_high"
-        because = f"{names} became non-finite after step {last:,}, which had a learning rate of {absurd:g}"
-    damaged = replace(
-        diagnosis,
-        cause=cause,
-        source=None,
-        op="",
-        batch=None if reading.batch is None else max(0, reading.batch - 1),
-        since_step=max(0, last),
-        because=because,
-        notes=(*diagnosis.notes, "updates are checked from now on: if it happens again, it is caught and explained"),
-        confidence="guess" if rate is None else "likely",
-    )
-    return with_remedy(damaged)

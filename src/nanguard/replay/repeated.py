@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanguard.incidents.reader import Bundle
+from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.diagnosis_text import examined
 from nanguard.records.panel import done, what_happened
 from nanguard.step.repeats import likeness
@@ -71,10 +72,19 @@ class RepeatedIncident:
 
 
 def by_fault(bundles: Iterable[Bundle]) -> list[RepeatedIncident]:
-    """Groups incidents by fault: the best examined fault first, then the others in the order in which they came."""
+    """Groups incidents by fault, in the order in which they came. If the first is not well known, one that is leads.
+
+    A later fault may be a consequence of the first, as if the program keeps something of a bad step.
+    """
     groups: dict[tuple[Any, ...], RepeatedIncident] = {}
     for bundle in bundles:
         groups.setdefault(likeness(bundle.outcome), RepeatedIncident(best=bundle)).add(bundle)
     faults = list(groups.values())
-    best = max(faults, key=lambda fault: examined(fault.best.diagnosis), default=None)
+    best = max(faults, key=lambda fault: _known(fault.best.diagnosis), default=None)
     return [] if best is None else [best, *(fault for fault in faults if fault is not best)]
+
+
+def _known(diagnosis: Diagnosis | None) -> tuple[Any, ...]:
+    """How well a fault is known. A greater tuple is better; all that are well known are alike."""
+    is_well_known = diagnosis is not None and diagnosis.is_well_known
+    return (True,) if is_well_known else (False, *examined(diagnosis))

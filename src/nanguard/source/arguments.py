@@ -43,18 +43,24 @@ def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, i
 
 
 def names_of_parts(name: str, paths: Sequence[str]) -> list[str]:
-    """The names of the parts of an argument, which are reached by ``paths`` (``[0]``, ``["mask"]``).
-
-    Of ``[a, b[0]]`` these are ``a`` and ``b[0]``, of ``hidden`` they are ``hidden[0]`` and ``hidden[1]``.
-    """
+    """The names of what is at these paths inside an argument: in ``[a, b]``, ``[1].x`` is ``b.x``."""
     try:
         node = ast.parse(name, mode="eval").body
     except SyntaxError:
         node = None
-    if isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == len(paths):
-        return [ast.unparse(each) for each in node.elts]
+    entries = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+    if any(isinstance(entry, ast.Starred) for entry in entries):
+        entries = []
     is_plain = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
-    return [f"{name if is_plain else f'({name})'}{path}" for path in paths]
+    whole = name if is_plain else f"({name})"
+    return [_name_at(path, entries) or (whole + path if path else name) for path in paths]
+
+
+def _name_at(path: str, entries: Sequence[ast.expr]) -> str:
+    place, closed, rest = path.removeprefix("[").partition("]")
+    if not (closed and place.isdigit() and int(place) < len(entries)):
+        return ""
+    return ast.unparse(entries[int(place)]) + rest
 
 
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:
@@ -64,6 +70,8 @@ def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.
         return [node.operand]
     if isinstance(node, ast.Subscript):
         return [node.value, node.slice]
+    if isinstance(node, ast.Attribute):  # x.T
+        return [node.value]
     if not isinstance(node, ast.Call):
         return []
     given = [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, default_convert
 
 from nanguard import _compat, _compat_data
 from nanguard.state.batches import num_samples
@@ -26,8 +26,9 @@ class FetchedBatch:
     """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
 
     ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
-    order. ``source`` identifies the loader. ``marks`` has shape and a few values of each tensor, for a host that copies
-    the batch to a device. If it ``is_collated`` by a function of the program, the samples may have another order.
+    order. ``source`` identifies the loader, ``dataset`` is what it reads. ``marks`` has shape and a few values of each
+    tensor, for a host that copies the batch to a device. If it ``is_collated`` by a function of the program, the
+    samples may have another order.
     """
 
     given: Any
@@ -35,6 +36,7 @@ class FetchedBatch:
     is_ahead: bool = False
     source: int = 0
     marks: tuple[tuple[torch.Size, Tensor], ...] = ()
+    dataset: Any = None
     is_collated: bool = False
 
     def shares_memory(self, keys: set[int]) -> bool:
@@ -46,7 +48,7 @@ class NotedSampler:
     """A sampler that notes what it gives. Batches come in the same order, however many workers prepare in advance."""
 
     def __init__(self, sampler: Any, loader: DataLoader[Any], *, tells: bool, is_ahead: bool = False) -> None:
-        self._sampler, self.tells, self.is_ahead = sampler, tells, is_ahead
+        self._sampler, self._dataset, self.tells, self.is_ahead = sampler, loader.dataset, tells, is_ahead
         self._is_collated = not any(loader.collate_fn is each for each in (default_collate, default_convert))
         self._given: deque[Any] = deque()
         self.num_forwards: int | None = None
@@ -78,7 +80,7 @@ class NotedSampler:
         marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
         marks = tuple([(part.shape, _few_values(part)) for part in marked])
         storages = tuple([_compat.weak_storage(part) for part in parts])
-        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks, self._is_collated)
+        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks, self._dataset, self._is_collated)
 
 
 class _Noting(Iterator[Any]):
@@ -152,6 +154,7 @@ def _gives_indices(loader: Any) -> bool:
 def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_parts: int) -> tuple[int, ...]:
     """The dataset indices of the samples of a batch, one of ``num_parts`` of a step. Empty if they are not known.
 
+    Of a ``Subset``, those in the dataset that it is a part of.
     ``fetched`` are the batches that came for this step. The right one is found by shared memory, or else by order.
     """
     keys = {_compat.storage_key(tensor) for tensor in tensors(batch)}
@@ -161,10 +164,13 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
         return ()
     if len({each.source for each in same}) > 1:  # samples of several datasets
         return ()
-    given = (same[-1] if same else fetched[place]).given
+    one = same[-1] if same else fetched[place]
+    given, dataset = one.given, one.dataset
     try:
         indices = tuple(map(operator.index, given if isinstance(given, (list, tuple, Tensor)) else [given]))
-    except TypeError:  # keys of another kind
+        while isinstance(dataset, Subset):  # of random_split, say: what a user can look up is the whole
+            indices, dataset = tuple(operator.index(dataset.indices[each]) for each in indices), dataset.dataset
+    except (TypeError, LookupError):  # keys of another kind
         return ()
     return indices if len(indices) == num_samples_of(batch, fetched) else ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping):
         return tree.items()
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree)]
+        fields = [each.name for each in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in fields if hasattr(tree, name)]  # some may not be set
     return None
 
 
@@ -77,15 +78,18 @@ def _collect(tree: Any, found: dict[int, Tensor], seen: set[int]) -> None:
     if isinstance(tree, Tensor):
         found.setdefault(id(tree), tree)
         return
-    inside = children(tree)
-    if inside is None:
-        inside = vars(tree).items() if hasattr(tree, "__dict__") and not isinstance(tree, _NO_RESULTS) else ()
     if id(tree) in seen or len(seen) >= _MOST_CONTAINERS:
         return
     seen.add(id(tree))
-    for _, child in inside:
-        if type(child) not in PLAIN:
-            _collect(child, found, seen)
+    for inside in (children(tree) or (), attributes(tree)):
+        for _, child in inside:
+            if type(child) not in PLAIN:
+                _collect(child, found, seen)
+
+
+def attributes(tree: Any) -> Iterable[tuple[str, Any]]:
+    """Of an object that may hold tensors, which may also be a container; not of modules and classes."""
+    return vars(tree).items() if hasattr(tree, "__dict__") and not isinstance(tree, _NO_RESULTS) else ()
 
 
 def is_float(tensor: Tensor) -> bool:
@@ -102,12 +106,18 @@ def in_python(tree: Any, key: Any) -> str:
 
 def named_tensors(tree: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Each tensor with its path, such as ``batch["image"]`` or ``batch[1].mask``."""
-    if isinstance(tree, Tensor):
+    return ((path, leaf) for path, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor))
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The same for everything that may hold a tensor and is no container."""
+    inside = children(tree)
+    if inside is None:
         yield name, tree
         return
-    for key, child in children(tree) or ():
+    for key, child in inside:
         if type(child) not in PLAIN:
-            yield from named_tensors(child, name + in_python(tree, key))
+            yield from named_leaves(child, name + in_python(tree, key))
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
@@ -134,16 +144,38 @@ def _replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
     new = {key: each for key, each in every.items() if each is not None}
     if not new:
         return None
+    return _with_children(tree, old, new)
+
+
+def _with_children(tree: Any, old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Any:
+    """A copy of a container with some children exchanged.
+
+    Classes of the program may check what they are made of, or need other arguments: they are not called if possible.
+    """
     kind: Any = type(tree)
-    if isinstance(tree, (list, tuple)):
-        items = ({**old, **new}).values()
-        return kind(*items) if hasattr(tree, "_fields") else kind(items)
-    if kind is dict or (isinstance(tree, Mapping) and not isinstance(tree, MutableMapping)):
-        return kind({**old, **new})
+    every = {**old, **new}
+    if isinstance(tree, tuple) and not hasattr(kind, "n_sequence_fields"):
+        made = tuple.__new__(kind, every.values())
+        if hasattr(tree, "__dict__"):
+            vars(made).update(vars(tree))
+        return made
+    if kind in (dict, list) or isinstance(tree, tuple):
+        return kind(every if kind is dict else every.values())
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        try:
+            return kind(every)
+        except Exception:
+            return MappingProxyType(every)
     copied: Any = copy.copy(tree)
-    for key, each in new.items():
-        if isinstance(tree, Mapping):
-            copied[key] = each
-        else:
+    if not isinstance(tree, (list, Mapping)):
+        for key, each in new.items():
             object.__setattr__(copied, key, each)  # works for a frozen dataclass too
+        return copied
+    first: Any = tree
+    for key, each in new.items():
+        copied[key] = each
+    if any(first[key] is not each for key, each in old.items()):  # the copy shares what it holds
+        for key in new:
+            first[key] = old[key]
+        return list(every.values()) if isinstance(tree, list) else every
     return copied

@@ -92,6 +92,7 @@ class DryRun:
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),
+                torch.autograd.set_detect_anomaly(False),  # it raises where a NaN is about to be looked at
                 apart(parts.state.model, alone=alone),
                 _warning_nobody(),
             ):

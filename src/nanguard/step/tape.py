@@ -195,13 +195,23 @@ class CallTape:
         """The numbers of the rows that cannot be made again, and of those that depend on them. Does not sync."""
         gone: set[int] = set()
         older = self.older.rows if self.older is not None else {}
-        for number, raw in self.rows.items():
-            row = Row(*raw)
+        rows = {number: Row(*raw) for number, raw in self.rows.items()}
+        for number, row in rows.items():
             if any(self._is_lost(token, gone, older) for token in row.tokens):
                 gone.add(number)
-                if row.writes and any(isinstance(token, Made) for token in row.tokens):
-                    return set(self.rows)  # views of what it wrote to may be anywhere
+                if row.writes and self._writes_to_made(rows, row):
+                    return set(rows)  # views of what it wrote to may be anywhere
         return gone
+
+    def _writes_to_made(self, rows: dict[int, Row], row: Row) -> bool:
+        """Whether a row may write to memory that a row made.
+
+        Not so an average of weights, ``average.detach().lerp_(weight, 0.1)``: of what was there before, torch counts
+        the writes, also through views. Only those through ``data`` are not counted.
+        """
+        written = tokens((row.args[:1], row.kwargs.get("out")))
+        bases = {self._base(rows, token.number) for token in written if isinstance(token, Made)}
+        return any((base := rows.get(number)) is None or not _is_view_of_outside(base) for number in bases)
 
     def _is_lost(self, token: Any, gone: set[int], older: dict[int, Any]) -> bool:
         if isinstance(token, Made):
@@ -229,6 +239,11 @@ class CallTape:
                 break
             number, row = first.number, rows.get(first.number)
         return number
+
+
+def _is_view_of_outside(row: Row) -> bool:
+    is_view = row.call is None and name_of(row.function) in _VIEWS - {"__get__"}
+    return is_view and bool(row.args) and isinstance(row.args[0], Outside)
 
 
 def name_of(function: Any) -> str:

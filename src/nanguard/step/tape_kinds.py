@@ -7,9 +7,9 @@ from typing import Any
 from nanguard import _compat_modes
 from nanguard.step.tape import is_write, name_of, words
 
-NO_ROW, ROW, DRAWS, MAKES, BACKWARD, WRITES = 0, 1, 2, 4, 8, 16
+NO_ROW, ROW, DRAWS, MAKES, BACKWARD, WRITES, CUTS = 0, 1, 2, 4, 8, 16, 32
 """What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device; it writes
-to its first argument."""
+to its first argument; it gives the same values without their graph."""
 
 PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 """Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
@@ -39,10 +39,12 @@ def kind_of(func: Any) -> int:
     name = name_of(func)
     if name in ("__get__", "__set__"):
         prop = getattr(getattr(func, "__self__", None), "__name__", "")
-        return ROW if prop in PROPERTIES or (name == "__set__" and prop == "requires_grad") else NO_ROW
+        is_row = prop in PROPERTIES or (name == "__set__" and prop == "requires_grad")
+        return (ROW | (CUTS if (name, prop) == ("__get__", "data") else 0)) if is_row else NO_ROW
     if name in _WITHOUT_ROW:
         return NO_ROW
     if name == "backward":
         return BACKWARD
     makes = MAKES if _compat_modes.takes_default_device(func) else 0
-    return ROW | makes | (DRAWS if name in _DRAW else 0) | (WRITES if is_write(name) else 0)
+    cuts = CUTS if name == "detach" else 0
+    return ROW | makes | cuts | (DRAWS if name in _DRAW else 0) | (WRITES if is_write(name) else 0)

@@ -30,7 +30,7 @@ from nanguard.step.tape import (
     sets_data_of_trained,
 )
 from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
-from nanguard.step.tape_kinds import BACKWARD, DRAWS, MAKES, ROW, WRITES, kind_of
+from nanguard.step.tape_kinds import BACKWARD, CUTS, DRAWS, MAKES, ROW, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
@@ -39,11 +39,10 @@ _MOST_ROWS = 4096
 _SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
-_requires_grad_ = Tensor.requires_grad_
 _NOTHING: dict[str, Any] = {}
 _NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
 _is_grad_enabled, _is_any_autocast_enabled = torch.is_grad_enabled, _compat_modes.is_any_autocast_enabled
-_is_transformed = _compat_modes.is_transformed
+_is_transformed, _requires_grad_ = _compat_modes.is_transformed, Tensor.requires_grad_
 
 
 class TapeRecorder(SwitchedMode):
@@ -180,7 +179,7 @@ class TapeRecorder(SwitchedMode):
         finally:
             self._is_inside = False
         if not is_plain:
-            if kind & WRITES and self._is_no_row(func, given, args, result):
+            if kind & (WRITES | CUTS) and given and self._is_no_row(kind, func, given[0], args, result):
                 return result
             if kind & MAKES and named.get("device") is None and isinstance(result, Tensor):
                 named = {**named, "device": result.device}
@@ -197,9 +196,11 @@ class TapeRecorder(SwitchedMode):
             self._look_at_length()
         return result
 
-    def _is_no_row(self, func: Any, given: list[Any], args: Any, result: Any) -> bool:
-        """Whether a write to the first argument is no part of the step."""
-        if given and type(given[0]) is Outside and changed(given[0]) and not args[0].requires_grad:
+    def _is_no_row(self, kind: int, func: Any, first: Any, args: Any, result: Any) -> bool:
+        """Whether a write to the first argument, or a cut of it from its graph, is no part of the step."""
+        if not kind & WRITES:
+            return type(first) is Unseen  # what the program keeps from an earlier step is data from here on
+        if type(first) is Outside and changed(first) and not args[0].requires_grad:
             return True  # data that are being prepared: what they were before is gone
         if type(result) is Tensor and result.is_leaf and result.requires_grad and func is not _requires_grad_:
             self._marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
@@ -238,10 +239,7 @@ class TapeRecorder(SwitchedMode):
                 self._look_at_length()
 
     def note_losses(
-        self,
-        losses: Sequence[Tensor],
-        gradients: Sequence[Tensor | None] = (),
-        trained: Sequence[Tensor] = (),
+        self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None] = (), trained: Sequence[Tensor] = ()
     ) -> None:
         """A backward pass begins at these. ``trained`` are tensors that the program trains without an optimizer."""
         if self.tape is not None and self.is_own():

@@ -21,19 +21,24 @@ class UpdateChecks:
 
     def __init__(self, state: TrainingState, ranks: Ranks) -> None:
         self._state, self._ranks = state, ranks
-        self._until = 0.0
+        self._since, self._until = math.inf, 0.0
 
     def are_due(self, num_steps: int) -> bool:
         """``num_steps`` is the number of steps made so far."""
         return num_steps <= self._until and not _compat_modes.is_capturing()
 
+    def had(self, step: int) -> bool:
+        """Whether the update of a step was looked at."""
+        return self._since <= step <= self._until
+
     def turn_on(self, num_steps: int) -> None:
         if self._until < num_steps:
+            self._since = num_steps
             log.info("every update is checked for the next %d steps", _MANY_STEPS)
         self._until = max(self._until, num_steps + _MANY_STEPS)
 
     def turn_on_for_good(self) -> None:
-        self._until = math.inf
+        self._since, self._until = 0.0, math.inf
 
     @contextlib.contextmanager
     def around_update(self, num_steps: int) -> Iterator[list[bool]]:
