@@ -1717,7 +1717,6 @@ def test_every_cause_is_expected_of_some_program() -> None:
     assert expected >= {row.name for row in causes.TABLE} - {"unknown"}
 
 
-@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Sparse ):UserWarning")
 @pytest.mark.parametrize(
     ("op", "advice"),
     [
@@ -1738,6 +1737,7 @@ def test_every_pattern_of_advice_is_of_an_op() -> None:
     assert [pattern for pattern in patterns if not fnmatch.filter(ops, pattern)] == []
 
 
+@pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Sparse ):UserWarning")
 def test_every_rule_decides_some_program() -> None:
     for one in PROGRAMS:
         diagnosed(one)
