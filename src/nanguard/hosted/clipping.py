@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from nanguard import _compat_kernels, _compat_modes
 from nanguard.hosted.known_norms import KnownIndices, KnownNorms
-from nanguard.numerics.norm import are_alike, tensor_norms
+from nanguard.numerics.norm import are_alike, gradients_of, tensor_norms
 from nanguard.state.readback import AsyncReadback, PendingCopy
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class ProgramClipping:
         self.is_noted = False
         if may_know and self._first is not None:
             groups = self._optimizer.param_groups
-            grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
-            norms = self._first[0].of(grads, self._indices)
+            params = chain.from_iterable([group["params"] for group in groups])
+            norms = self._first[0].of(gradients_of(params), self._indices)
             if norms is not None:
                 self._first = None
                 return norms, None
@@ -90,7 +91,7 @@ def clip_to_norm(hosted_steps: Sequence[HostedStep], params: Any, max_norm: Any)
 
     Returns the norm of all; None, and does nothing, if gradients are not all of one ordinary kind.
     """
-    grads = [grad for param in _listed(params) if (grad := param.grad) is not None]
+    grads = gradients_of(_listed(params))
     is_ordinary = hosted_steps and isinstance(max_norm, (int, float)) and set(map(type, grads)) == {Tensor}
     if not is_ordinary or not are_alike(grads) or grads[0].dtype is not torch.float32:
         return None
@@ -123,7 +124,7 @@ def clipped_by_value(hosted_steps: Iterable[HostedStep], params: Any, before: Te
 def total_norm(params: Any) -> Tensor | None:
     """Of the gradients together; None if there are none. Does not sync."""
     with _compat_modes.unwatched(), torch.no_grad():
-        norms = tensor_norms([param.grad for param in _listed(params) if param.grad is not None])
+        norms = tensor_norms(gradients_of(_listed(params)))
         return torch.stack([norm.to(norms[0]) for norm in norms]).norm() if len(norms) else None
 
 

@@ -19,6 +19,7 @@ from nanguard.diagnosis.look import look
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.state_faults import state_fault
 from nanguard.diagnosis.watched import WatchedRun
+from nanguard.numerics.norm import gradients_of
 from nanguard.preflight_checks.headroom import SpoiledTrace
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Found, Reading
@@ -159,7 +160,7 @@ class Rehearsal:
 
     def _unscale(self) -> None:
         scaler = self.parts.precision.scaler
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = gradients_of(self.parameters)
         if scaler is not None and grads:
             scaler.unscale_(grads)
 

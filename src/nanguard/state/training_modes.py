@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import nn
+
+_training_of = attrgetter("training")
 
 
 class TrainingModes:
@@ -14,7 +17,7 @@ class TrainingModes:
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         self._noted = modules
-        self._flags = [module.training for module in modules]
+        self._flags = list(map(_training_of, modules))
 
     def by_identity(self) -> dict[int, bool]:
         """The flag of each module, by ``id(module)``."""

@@ -10,12 +10,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from nanguard.errors import NanguardError
 from nanguard.numerics.finite import nonfinite
+from nanguard.numerics.norm import gradients_of
 from nanguard.records.steps import Found, Reading
 from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.step.calls import Call
@@ -150,7 +152,7 @@ class DiscardedPasses:
             return ("loss",), bad
         loss = values[-1] if values else math.nan
         groups = self._parts.skippable.groups() if losses else ()  # else they are those of a step that was refused
-        grads = [p.grad for group in groups for p in group if p.grad is not None]
+        grads = gradients_of(chain.from_iterable(groups))
         if nonfinite(grads, self._parts.state.device) or _OF_ANOMALY_MODE in str(error):
             return ("gradients",), loss
         counts = torch.isnan if error is None else _is_nonfinite

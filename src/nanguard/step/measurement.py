@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanguard._compat_modes import NoGrad
 from nanguard.numerics.finite import raise_flag_
-from nanguard.numerics.norm import NormWriter, are_alike, combine_, joint_norm, tensor_norms
+from nanguard.numerics.norm import NormWriter, are_alike, combine_, gradients_of, joint_norm, tensor_norms
 from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
 from nanguard.step.ranks import Ranks
@@ -31,7 +31,7 @@ class Group:
     __slots__ = ("alike", "grads", "params")
 
     def __init__(self, params: list[nn.Parameter], *, known_alike: bool) -> None:
-        grads = [grad for p in params if (grad := p.grad) is not None]
+        grads = gradients_of(params)
         self.params = params if len(grads) == len(params) else [p for p in params if p.grad is not None]
         self.grads = sharding.local(grads)
         self.alike = known_alike or are_alike(self.grads)
@@ -68,9 +68,7 @@ class ParamGroups:
 
         ``known`` are norms of all gradients, if there are any. Not for gradients that are spread over ranks.
         """
-        grads = []
-        for params in self._skippable.groups():
-            grads.append([grad for p in params if (grad := p.grad) is not None])
+        grads = [gradients_of(params) for params in self._skippable.groups()]
         if self._together:
             grads = [list(chain.from_iterable(grads))]
         if known is not None and len(known) == sum(map(len, grads)):

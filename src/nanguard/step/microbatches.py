@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nanguard import _compat_kernels
 from nanguard.numerics.finite import nonfinite, zero_if_
+from nanguard.numerics.norm import gradients_of
 from nanguard.state.undo import Undo
 
 
@@ -35,7 +36,7 @@ class MicrobatchFilter:
         for param in params:
             if param.grad is not None and param.grad.is_conj():
                 param.grad = param.grad.resolve_conj()
-        brought = [p.grad for p in params if p.grad is not None]
+        brought = gradients_of(params)
         flag = nonfinite([loss, *brought] if judge_gradients else [loss], self._device)
         zero_if_(brought, flag)
         self.buffers.undo_where_(flag)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.errors import ProtocolError
+from nanguard.numerics.norm import gradients_of
 from nanguard.state.optimizer_traits import traits_of
 
 _OF_GUARDS: weakref.WeakSet[SkippableOptimizers] = weakref.WeakSet()
@@ -50,7 +52,7 @@ class SkippableOptimizers:
 
     def gradients(self) -> list[Tensor]:
         """Those that there are now."""
-        return [grad for group in self.groups() for p in group if (grad := p.grad) is not None]
+        return gradients_of(chain.from_iterable(self.groups()))
 
     def hold_gradients(self) -> None:
         """A step may be refused. Whoever calls ``step()`` may want the gradients back that it has now."""
