@@ -96,6 +96,21 @@ def test_samples_that_no_loader_gave_have_no_index_in_its_dataset(sync: Any) -> 
     assert (found.cause, found.samples, found.dataset_indices) == ("input_nonfinite", (1,), ())
 
 
+@SYNCS
+def test_a_cast_copy_of_a_batch_has_its_index(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = Energy()
+        optimizer = Adam(model.parameters(), fused=True)
+        for x, y in records(bad=13):
+            with torch.no_grad():
+                cast = torch.from_numpy(x.double().numpy().astype("float32"))  # torch does not see where it is from
+            optimizer.zero_grad()
+            F.mse_loss(model(cast)[:, 0], y.float()).backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.samples, found.dataset_indices) == ("input_nonfinite", (1,), (13,))
+
+
 def test_time_that_comes_first_is_no_sample() -> None:
     with nanguard.install() as autopilot:
         model = nn.LSTM(3, 5)

@@ -98,10 +98,13 @@ class Exam:
         return tuple(indices[sample] for sample in samples) if indices else ()
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
-        """False if a loader gave other tensors of the batch, and not the one of this event."""
+        """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""
         keys = {_compat.storage_key(tensor) for tensor in tensors(self.batch())}
         given = [each for each in self.pending.fetched if each.shares_memory(keys)]
-        return event.storage is None or not given or any(each.shares_memory({event.storage}) for each in given)
+        if event.storage is None or not given:
+            return True
+        num = math.prod(event.note.shape)
+        return any(each.shares_memory({event.storage}) or each.may_be_copied(keys, num) for each in given)
 
     def trail(self, birth: TraceEvent) -> tuple[Stretch, ...]:
         """The range of values in each module of the forward pass, in the order in which the modules ran.

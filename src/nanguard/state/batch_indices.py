@@ -23,7 +23,7 @@ _MOST_VALUES = 64
 
 @dataclass(frozen=True, slots=True)
 class FetchedBatch:
-    """``given`` is what the sampler gave, ``storages`` identifies the tensors of the batch.
+    """``given`` is what the sampler gave, ``storages`` and ``nums`` identify the tensors of the batch and their sizes.
 
     ``is_ahead`` says that the program fetches batches before it uses those that it has, or may have changed their
     order. ``source`` identifies the loader, ``dataset`` is what it reads. ``marks`` has shape and a few values of each
@@ -33,6 +33,7 @@ class FetchedBatch:
 
     given: Any
     storages: tuple[Any, ...] = ()
+    nums: tuple[int, ...] = ()
     is_ahead: bool = False
     source: int = 0
     marks: tuple[tuple[torch.Size, Tensor], ...] = ()
@@ -42,6 +43,11 @@ class FetchedBatch:
     def shares_memory(self, keys: set[int]) -> bool:
         """True if one of these storages is one of this batch."""
         return any(each.cdata in keys for each in self.storages)
+
+    def may_be_copied(self, keys: set[int], num: int) -> bool:
+        """True if a tensor of this batch with ``num`` elements is not among these storages: it was copied or cast."""
+        pairs = zip(self.storages, self.nums, strict=True)
+        return any(each.cdata not in keys and size == num for each, size in pairs)
 
 
 class NotedSampler:
@@ -80,7 +86,9 @@ class NotedSampler:
         marked = [part for part in parts if part.device.type == "cpu" and part.is_contiguous()] if is_marked else []
         marks = tuple([(part.shape, _few_values(part)) for part in marked])
         storages = tuple([_compat.weak_storage(part) for part in parts])
-        return FetchedBatch(self.next(), storages, self.is_ahead, id(self), marks, self._dataset, self._is_collated)
+        nums = tuple([part.numel() for part in parts])
+        of_loader = self.is_ahead, id(self), marks, self._dataset, self._is_collated
+        return FetchedBatch(self.next(), storages, nums, *of_loader)
 
 
 class _Noting(Iterator[Any]):
