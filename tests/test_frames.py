@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import nanguard
 from helpers import NAN
+from nanguard.source.frames import source_at
 
 SOURCE = Path(nanguard.__file__).parent
 
@@ -201,3 +203,19 @@ def test_a_trace_knows_modules_by_their_calls_and_by_their_code() -> None:
     (incident,) = autopilot.incidents
     assert incident.diagnosis is not None
     assert (incident.diagnosis.op, incident.diagnosis.module) == ("log", "blocks.1")
+
+
+def test_files_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vision", "text"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "losses_of_a_test.py").write_text("import torch\n\n\nloss = torch.nn.functional.mse_loss\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    vision = importlib.import_module("vision.losses_of_a_test")
+    assert vision.__file__ is not None
+    assert str(source_at(vision.__file__, 4)) == "losses_of_a_test.py:4"
+    importlib.import_module("text.losses_of_a_test")
+    assert str(source_at(vision.__file__, 4)) == "vision/losses_of_a_test.py:4"
+    assert source_at(vision.__file__, 4).file == vision.__file__
+    for name in ("vision", "vision.losses_of_a_test", "text", "text.losses_of_a_test"):
+        monkeypatch.delitem(sys.modules, name)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nanguard.records.diagnosis import Source
-from nanguard.source.cells import cell_of
-from nanguard.source.statements import statement_at
+from nanguard.source.frames import source_at
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -263,9 +262,7 @@ def last_name(node: ast.AST) -> str:
 
 
 def source_of_node(file: str, node: ast.AST) -> Source:
-    line = int(getattr(node, "lineno", 1))
-    text, statement = linecache.getline(file, line).strip(), statement_at(file, line)
-    return Source(file=cell_of(file) or file, line=line, text=text, statement=statement)
+    return source_at(file, int(getattr(node, "lineno", 1)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -38,7 +38,8 @@ OF_MADE_DATA = "this line "
 class Source:
     """A line of the user's program. The ``file`` of a cell of a notebook is ``cell 3``.
 
-    ``statement`` is the whole statement if the line is only a part of it.
+    ``statement`` is the whole statement if the line is only a part of it. ``folder`` is the name of the file's folder
+    if the program has another file of this name.
     """
 
     file: str
@@ -46,9 +47,11 @@ class Source:
     function: str = ""
     text: str = ""
     statement: str = ""
+    folder: str = ""
 
     def __str__(self) -> str:
         name = self.file.replace(chr(92), "/").rpartition("/")[2]
+        name = f"{self.folder}/{name}" if self.folder else name
         return f"{name}, line {self.line}" if self.is_cell else f"{name}:{self.line}"
 
     @property

@@ -43,6 +43,7 @@ _FRAMEWORKS = (
     "trl",
     "typer",
 )
+_PACKAGES = ("site-packages", "dist-packages")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _NANGUARD = str(Path(__file__).parents[1]) + os.sep
 _DEMO = os.path.join(_NANGUARD, "demo", "")
@@ -184,12 +185,27 @@ def calling_point() -> tuple[Place, int] | None:
 
 def source_of(place: Place | None) -> Source | None:
     """The source record of a place, with the text of its line and of its statement."""
-    if place is None:
-        return None
-    file, line, function = place
-    text = linecache.getline(file, line).strip()
-    name, statement = cell_of(file) or file, statement_at(file, line)
-    return Source(file=name, line=line, function=function, text=text, statement=statement)
+    return None if place is None else source_at(*place)
+
+
+def source_at(file: str, line: int, function: str = "") -> Source:
+    return Source(
+        file=cell_of(file) or file,
+        line=line,
+        function=function,
+        text=linecache.getline(file, line).strip(),
+        statement=statement_at(file, line),
+        folder=_folder_of_one_of_several(file),
+    )
+
+
+def _folder_of_one_of_several(file: str) -> str:
+    """The name of its folder, if the program has imported another file of this name; else empty."""
+    folder, name = os.path.split(file)
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    same = {os.path.abspath(each) for each in loaded if isinstance(each, str) and os.path.basename(each) == name}
+    others = [each for each in same - {os.path.abspath(file)} if _is_of_program(each)]
+    return os.path.basename(folder) if others else ""
 
 
 def user_files(objects: Any) -> list[str]:
@@ -227,6 +243,10 @@ def is_users(kind: type[nn.Module]) -> bool:
     return file is not None and is_users_file(file)
 
 
+def _is_of_program(file: str) -> bool:
+    return is_users_file(file) and not any(part in file for part in _PACKAGES)
+
+
 @functools.cache
 def _kind_of(file: str) -> str:
     if file == _CHECKPOINT:
@@ -235,7 +255,7 @@ def _kind_of(file: str) -> str:
         return "torch"
     if file.startswith(_NANGUARD) and not file.startswith(_DEMO):
         return "nanguard"
-    for part in ("site-packages", "dist-packages"):
+    for part in _PACKAGES:
         _, found, rest = file.rpartition(os.sep + part + os.sep)
         if found:
             return "framework" if rest.split(os.sep)[0].removesuffix(".py") in _FRAMEWORKS else "user"
