@@ -56,6 +56,25 @@ def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> No
     assert autopilot.counts["applied"] == 5 * 3 + 5
 
 
+def test_a_tensor_that_the_program_no_longer_has_is_not_told_of() -> None:
+    """Also if a module has a parameter that is None, as a layer without bias has."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = Adam(model.parameters())
+        for x, _ in records():
+            delta = torch.zeros_like(x).requires_grad_()
+            attack = SGD([delta], lr=0.01)
+            model(x + delta).mean().backward()
+            attack.step()
+            delta.data.fill_(float("nan"))
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        assert autopilot.unsound() == ("model.delta",)
+        del delta, attack
+        assert autopilot.unsound() == ()
+
+
 def test_weights_that_are_not_finite_are_told_of_although_their_optimizer_is_gone() -> None:
     def train() -> None:
         optimizer = Adam(model.parameters())
