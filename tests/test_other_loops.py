@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
 from helpers import NAN
+from nanguard._compat import storage_key
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.state.module_attributes import ModuleAttributes
 from test_run import NANGUARD, done, script
 
 SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
@@ -250,6 +252,30 @@ def test_a_state_that_the_bad_step_has_left_behind_is_no_data(loss_fn: Any) -> N
     assert (found.cause, found.op) == ("zero_over_zero", "div")
     assert found.source is None or (found.source.line == line("shared out") and not found.is_line_traced)
     assert model.num_calls == (20 if loss_fn is F.mse_loss else 15), "what runs again has no effect on attributes"
+
+
+def test_attributes_of_modules_are_put_back() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(3, 3))
+    cell: Any = model[0]
+    cell.reset(2)
+    cell.cache, cell.same = {"a": 1, "b": 2}, [cell]
+    state, cache, same = cell.parts, cell.cache, cell.same
+    before, tensors = dict(vars(cell)), list(state)
+    noted = ModuleAttributes(model.modules())
+    cell(torch.rand(2, 3))
+    del cell.cache, state[0]
+    cell.new = 1
+    cache["a"] = cache.pop("a")
+    cache["b"] = 3
+    model.eval()
+    assert set(noted.replaced()) == {storage_key(tensor) for tensor in tensors}
+    noted.restore()
+    assert vars(cell) == before
+    assert (cell.parts is state, cell.cache is cache, cell.same is same) == (True, True, True)
+    assert [id(each) for each in state] == [id(each) for each in tensors]
+    assert list(cache.items()) == [("a", 1), ("b", 2)]
+    assert model.training
+    assert model[1].training
 
 
 # ---- errors of the program -------------------------------------------------------------------------------------------
