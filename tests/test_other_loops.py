@@ -254,6 +254,54 @@ def test_a_state_that_the_bad_step_has_left_behind_is_no_data(loss_fn: Any) -> N
     assert model.num_calls == (20 if loss_fn is F.mse_loss else 15), "what runs again has no effect on attributes"
 
 
+class Carrying(nn.Module):
+    """Goes on from what the call before has left, which nothing resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(3, 3), torch.ones(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.state * x.sum() / x.sum()
+        self.state = torch.tanh(self.layer(x) * shares).detach()
+        out: Tensor = self.layer(self.state)
+        return out
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("diagnose", ["auto", "off"])
+def test_a_step_of_a_guard_is_not_run_again_from_the_state_that_it_has_left(
+    diagnose: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Carrying()
+    policy = nanguard.Policy(ladder=(nanguard.RaisePrecision("module"), nanguard.Skip()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    guard = nanguard.Guard(model, optimizer, precision="bf16", policy=policy, diagnose=diagnose)
+    for step in range(4):
+        if step == 3:
+            model.state = torch.ones(4, 3)
+        guard.step(summed, torch.rand(4, 3) * (step != 1))
+    told = [incident.diagnosis for incident in guard.incidents]
+    assert [incident.reading.step for incident in guard.incidents] == [1, 2]
+    if diagnose == "auto":
+        assert {found.cause for found in told if found is not None} == {"unknown"}
+        assert "Carrying.state goes from one call to the next" in str(told[0])
+    assert not [record for record in caplog.records if record.exc_info]
+    guard.close()
+
+
+def test_a_step_that_has_not_run_before_begins_with_what_the_model_holds() -> None:
+    model = Carrying()
+    model.state[1, 2] = NAN
+    found = nanguard.diagnose(model, summed, torch.rand(4, 3))
+    assert (found.cause, found.op) == ("input_nonfinite", "mul")
+    assert "holds NaN at [1, 2]" in found.because
+
+
 def test_attributes_of_modules_are_put_back() -> None:
     model = nn.Sequential(Remembering(), nn.Linear(3, 3))
     cell: Any = model[0]
