@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import nanguard
 from helpers import NAN
 from nanguard._compat import storage_key
-from nanguard.records.diagnosis import Diagnosis
 from nanguard.state.module_attributes import ModuleAttributes
 from test_run import NANGUARD, done, script
-
-SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
+from test_training_loops import SYNCS, found_in, place
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +31,6 @@ def line(mark: str) -> int:
     """The number of the line that ends in this comment."""
     lines = inspect.getsource(sys.modules[__name__]).splitlines()
     return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-
-
-def found_in(autopilot: Any) -> list[Diagnosis]:
-    return [incident.diagnosis for incident in autopilot.incidents]
-
-
-def place(found: Diagnosis) -> tuple[str, int | None]:
-    return found.op, None if found.source is None else found.source.line
 
 
 class Energy(nn.Module):
@@ -98,12 +88,13 @@ def test_samples_that_no_loader_gave_have_no_index_in_its_dataset(sync: Any) -> 
     assert (found.cause, found.samples, found.dataset_indices) == ("input_nonfinite", (1,), ())
 
 
-def test_time_that_comes_first_is_no_sample() -> None:
+@pytest.mark.parametrize("length", [7, 6])
+def test_time_that_comes_first_is_no_sample(length: int) -> None:
     with nanguard.install() as autopilot:
         model = nn.LSTM(3, 5)
         optimizer = SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            given, wanted = torch.randn(7, 4, 3), torch.randn(6, 4, 5)
+            given, wanted = torch.randn(length, 4, 3), torch.randn(6, 4, 5)
             if step == 1:
                 wanted = torch.from_numpy(wanted.numpy().copy())
                 wanted[2, 1] = NAN
