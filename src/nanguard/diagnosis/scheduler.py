@@ -41,7 +41,7 @@ _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at mo
 _FINITE_AGAIN = "all torch calls of the step were made again, in the model and around it, and gave finite values"
 _NOT_CAPTURED = "nothing of this step was captured that could be run again"
 _NO_STATE = Fix(words="register such tensors as buffers, or let forward() take and return them")
-_COMPUTED = "what the program gave to the model was non-finite, and is no data: the program computed it"
+_COMPUTED = "the model was given something non-finite that the program had computed, so it is not data"
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
