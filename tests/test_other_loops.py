@@ -355,6 +355,27 @@ def test_the_model_is_called_again_although_it_raised() -> None:
     assert not autopilot.counts["skipped"]
 
 
+class Rooted(Strict):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - 0.5 * (x.sum() > 50)).sqrt())  # below zero
+
+
+def test_the_op_that_a_model_raised_for_is_found_by_calling_it_again() -> None:
+    """What it was given is finite, and what it has made is gone."""
+    with nanguard.install() as autopilot:
+        model = Rooted()
+        optimizer = Adam(model.parameters())
+        try:
+            for step in range(3):
+                optimizer.zero_grad()
+                model(torch.rand(30, 4) * (0.1 if step < 2 else 1.0)).mean().backward()
+                optimizer.step()
+        except ValueError:
+            autopilot.end()
+    (found,) = found_in(autopilot)
+    assert (found.cause, *place(found)) == ("sqrt_of_negative", "sqrt", line("below zero"))
+
+
 def test_what_the_program_computed_is_no_data_of_the_model() -> None:
     """Only the last layer is a module that is called. What the others gave is not on record."""
     with nanguard.install() as autopilot:
