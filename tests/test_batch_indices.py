@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import nanguard
 from helpers import NAN
 from nanguard.records.diagnosis import Diagnosis
+from nanguard.state.batches import num_samples
 
 BAD = (13, 29)
 
@@ -87,6 +88,13 @@ def test_the_dataset_index_of_a_sample_is_told(name: str) -> None:
         assert len(diagnosis.samples) == len(diagnosis.dataset_indices) > 0
         assert f"of the batch: dataset ind{'ex' if len(diagnosis.samples) == 1 else 'ices'} " in str(diagnosis)
         assert Diagnosis.from_dict(diagnosis.as_dict()) == diagnosis
+
+
+def test_how_many_samples_there_are_is_unclear_if_tensors_of_a_mapping_all_differ() -> None:
+    one, other = torch.ones(7, 4), torch.ones(6, 4)
+    assert num_samples([one, other]) == 7
+    assert num_samples({"a": one, "b": other}) is None
+    assert num_samples({"a": one, "b": other, "c": other}) == 6
 
 
 def test_of_a_part_of_a_dataset_the_index_is_that_in_the_whole() -> None:

@@ -717,7 +717,7 @@ def a_mean_of_an_empty_segment(h):
     return torch.segment_reduce(h[0], "mean", lengths=torch.tensor([4, 0]))  # guilty
 
 
-@program("overflow_any_precision", "add", "masks of finfo.min are added: -3.4e+38 twice is more than float32 holds")
+@program("overflow_any_precision", "add", "two masks of finfo.min are added: twice -3.4e+38 exceeds float32")
 def two_masks_of_the_lowest_number(h):
     hidden = torch.full((4,), torch.finfo(torch.float32).min)
     mask = hidden + hidden  # guilty

@@ -469,9 +469,8 @@ def test_what_the_first_step_computes_before_the_model_is_called_is_no_data(sync
 def test_what_is_computed_before_the_first_batch_is_not_held() -> None:
     """It would be as large as all the data."""
     with nanguard.install() as autopilot:
-        model = nn.Linear(4, 3)
+        raw, model = torch.randn(24, 4), nn.Linear(4, 3)
         optimizer = SGD(model.parameters(), lr=0.1)
-        raw = torch.randn(24, 4)
         held = weakref.ref(raw)
         data = DataLoader(TensorDataset(raw * 2, torch.arange(24) % 3), batch_size=8)
         del raw

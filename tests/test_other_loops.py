@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
 from helpers import NAN
-from nanguard.records.diagnosis import Diagnosis
+from nanguard._compat import storage_key
+from nanguard.state.module_attributes import ModuleAttributes
 from test_run import NANGUARD, done, script
-
-SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
+from test_training_loops import SYNCS, found_in, place
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +31,6 @@ def line(mark: str) -> int:
     """The number of the line that ends in this comment."""
     lines = inspect.getsource(sys.modules[__name__]).splitlines()
     return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-
-
-def found_in(autopilot: Any) -> list[Diagnosis]:
-    return [incident.diagnosis for incident in autopilot.incidents]
-
-
-def place(found: Diagnosis) -> tuple[str, int | None]:
-    return found.op, None if found.source is None else found.source.line
 
 
 class Energy(nn.Module):
@@ -111,12 +103,13 @@ def test_a_cast_copy_of_a_batch_has_its_index(sync: Any) -> None:
     assert (found.cause, found.samples, found.dataset_indices) == ("input_nonfinite", (1,), (13,))
 
 
-def test_time_that_comes_first_is_no_sample() -> None:
+@pytest.mark.parametrize("length", [7, 6])
+def test_time_that_comes_first_is_no_sample(length: int) -> None:
     with nanguard.install() as autopilot:
         model = nn.LSTM(3, 5)
         optimizer = SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            given, wanted = torch.randn(7, 4, 3), torch.randn(6, 4, 5)
+            given, wanted = torch.randn(length, 4, 3), torch.randn(6, 4, 5)
             if step == 1:
                 wanted = torch.from_numpy(wanted.numpy().copy())
                 wanted[2, 1] = NAN
@@ -267,6 +260,78 @@ def test_a_state_that_the_bad_step_has_left_behind_is_no_data(loss_fn: Any) -> N
     assert model.num_calls == (20 if loss_fn is F.mse_loss else 15), "what runs again has no effect on attributes"
 
 
+class Carrying(nn.Module):
+    """Goes on from what the call before has left, which nothing resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(3, 3), torch.ones(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.state * x.sum() / x.sum()
+        self.state = torch.tanh(self.layer(x) * shares).detach()
+        out: Tensor = self.layer(self.state)
+        return out
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("diagnose", ["auto", "off"])
+def test_a_step_of_a_guard_is_not_run_again_from_the_state_that_it_has_left(
+    diagnose: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Carrying()
+    policy = nanguard.Policy(ladder=(nanguard.RaisePrecision("module"), nanguard.Skip()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    guard = nanguard.Guard(model, optimizer, precision="bf16", policy=policy, diagnose=diagnose)
+    for step in range(4):
+        if step == 3:
+            model.state = torch.ones(4, 3)
+        guard.step(summed, torch.rand(4, 3) * (step != 1))
+    told = [incident.diagnosis for incident in guard.incidents]
+    assert [incident.reading.step for incident in guard.incidents] == [1, 2]
+    if diagnose == "auto":
+        assert {found.cause for found in told if found is not None} == {"unknown"}
+        assert "Carrying.state goes from one call to the next" in str(told[0])
+    assert not [record for record in caplog.records if record.exc_info]
+    guard.close()
+
+
+def test_a_step_that_has_not_run_before_begins_with_what_the_model_holds() -> None:
+    model = Carrying()
+    model.state[1, 2] = NAN
+    found = nanguard.diagnose(model, summed, torch.rand(4, 3))
+    assert (found.cause, found.op) == ("input_nonfinite", "mul")
+    assert "holds NaN at [1, 2]" in found.because
+
+
+def test_attributes_of_modules_are_put_back() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(3, 3))
+    cell: Any = model[0]
+    cell.reset(2)
+    cell.cache, cell.same = {"a": 1, "b": 2}, [cell]
+    state, cache, same = cell.parts, cell.cache, cell.same
+    before, tensors = dict(vars(cell)), list(state)
+    noted = ModuleAttributes(model.modules())
+    cell(torch.rand(2, 3))
+    del cell.cache, state[0]
+    cell.new = 1
+    cache["a"] = cache.pop("a")
+    cache["b"] = 3
+    model.eval()
+    assert set(noted.replaced()) == {storage_key(tensor) for tensor in tensors}
+    noted.restore()
+    assert vars(cell) == before
+    assert (cell.parts is state, cell.cache is cache, cell.same is same) == (True, True, True)
+    assert [id(each) for each in state] == [id(each) for each in tensors]
+    assert list(cache.items()) == [("a", 1), ("b", 2)]
+    assert model.training
+    assert model[1].training
+
+
 # ---- errors of the program -------------------------------------------------------------------------------------------
 
 
@@ -303,6 +368,27 @@ def test_the_model_is_called_again_although_it_raised() -> None:
     assert "makes it, first used by cos" in str(found)
     assert autopilot.counts["applied"] == 2
     assert not autopilot.counts["skipped"]
+
+
+class Rooted(Strict):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - 0.5 * (x.sum() > 50)).sqrt())  # below zero
+
+
+def test_the_op_that_a_model_raised_for_is_found_by_calling_it_again() -> None:
+    """What it was given is finite, and what it has made is gone."""
+    with nanguard.install() as autopilot:
+        model = Rooted()
+        optimizer = Adam(model.parameters())
+        try:
+            for step in range(3):
+                optimizer.zero_grad()
+                model(torch.rand(30, 4) * (0.1 if step < 2 else 1.0)).mean().backward()
+                optimizer.step()
+        except ValueError:
+            autopilot.end()
+    (found,) = found_in(autopilot)
+    assert (found.cause, *place(found)) == ("sqrt_of_negative", "sqrt", line("below zero"))
 
 
 def test_what_the_program_computed_is_no_data_of_the_model() -> None:

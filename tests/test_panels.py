@@ -20,6 +20,7 @@ from nanguard.records.diagnosis_text import place_in_words
 from nanguard.records.layout import fitted
 from nanguard.records.panel import panel, repeated, rows
 from nanguard.records.steps import Action, Incident, Incidents, Means, Outcome, Reading, Verdict
+from nanguard.step.repeats import likeness
 
 READING = Reading(step=66, epoch=0, batch=None, loss=math.nan, found=("loss",))
 SOURCE = Source(file="/a/train.py", line=24, text="scores = self.query(x) @ self.key(x).mT  # a long line of a program")
@@ -104,6 +105,33 @@ def test_a_count_is_shown_only_if_something_happens_at_its_end() -> None:
 def test_a_repeat_is_one_line() -> None:
     told = repeated(incident(diagnosis()), same_as=incident().reading.step - 9, count=10)
     assert told == " nanguard  step 66  same as step 57: step skipped (10 times now)"
+
+
+def test_a_repeat_in_another_network_names_both() -> None:
+    critic = incident(diagnosis(network="critic"))
+    told = repeated(critic, same_as=57, count=2, of="actor")
+    assert told == " nanguard  step 66 (critic)  same as step 57 (actor): step skipped (2 times now)"
+    told = repeated(critic, same_as=57, count=2, of="critic")
+    assert told == " nanguard  step 66  same as step 57 (critic): step skipped (2 times now)"
+
+
+def test_faults_without_a_line_are_the_same_only_in_one_network() -> None:
+    """A program may make an optimizer for each batch. They are numbered, but their network is not."""
+
+    def alike(**given: Any) -> Any:
+        return likeness(incident(diagnosis(**given)).outcome)
+
+    first = alike(source=None, network="trained by SGD")
+    assert alike(source=None, network="trained by SGD 2") == first
+    assert alike(source=None, network="critic, trained by SGD 2") != first
+    assert alike(network="critic, trained by SGD 2") == alike(network="actor, trained by SGD")
+
+
+def test_a_gradient_that_reached_no_parameter_has_no_name() -> None:
+    """Anomaly mode has raised before."""
+    reading = Reading(step=66, epoch=0, batch=None, loss=1.0, found=("gradients",))
+    verdict = Verdict(kind="nonfinite", reading=reading)
+    assert "a gradient inside the backward pass" in panel(incident(verdict=verdict))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import nanguard
-from test_other_loops import Energy, found_in, records
+from test_other_loops import Energy, records
 from test_run import NANGUARD, done, script
+from test_training_loops import found_in
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,29 @@ def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> No
     did = [incident.outcome.action.response for incident in autopilot.incidents]
     assert did == ["skip", "roll_back", "roll_back", "skip"]
     assert found_in(autopilot)[0].dataset_indices == (9,)
+    assert "parameter delta, which another optimizer trains, was non-finite before the step: 4 of 16" in str(
+        found_in(autopilot)[-1]
+    ), "of several that have this name the right one"
     assert autopilot.counts["applied"] == 5 * 3 + 5
+
+
+def test_a_tensor_that_the_program_no_longer_has_is_not_told_of() -> None:
+    """Also if a module has a parameter that is None, as a layer without bias has."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = Adam(model.parameters())
+        for x, _ in records():
+            delta = torch.zeros_like(x).requires_grad_()
+            attack = SGD([delta], lr=0.01)
+            model(x + delta).mean().backward()
+            attack.step()
+            delta.data.fill_(float("nan"))
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        assert autopilot.unsound() == ("model.delta",)
+        del delta, attack
+        assert autopilot.unsound() == ()
 
 
 def test_weights_that_are_not_finite_are_told_of_although_their_optimizer_is_gone() -> None:
@@ -70,6 +93,19 @@ def test_weights_that_are_not_finite_are_told_of_although_their_optimizer_is_gon
         with torch.no_grad():
             model.head.weight[0, 1] = float("nan")
         assert autopilot.unsound() == ("model.head.weight",)
+
+
+def test_what_an_optimizer_trains_is_not_made_again() -> None:
+    """The program has made it in the same batch, but it was updated since: only that value shows the fault."""
+    with nanguard.install() as autopilot:
+        for x, _ in records():
+            delta = torch.zeros_like(x).requires_grad_()
+            attack = SGD([delta], lr=1.0)
+            for step in range(2):
+                attack.zero_grad()
+                ((delta - 1).square().sum().sqrt() if step == 1 else -delta.sum()).backward()
+                attack.step()
+    assert {(found.cause, found.op) for found in found_in(autopilot)} == {("sqrt_grad_at_zero", "sqrt")}
 
 
 def test_an_error_of_ours_is_not_explained_as_one_of_the_program(tmp_path: Path) -> None:

@@ -510,6 +510,7 @@ def test_what_the_program_writes_into_its_weights(how: str, tmp_path: Path) -> N
     first, second = (each for each in told[:2] if each is not None)
     assert "by its update, or by the program; the program writes to tensors at train.py:14" in first.because
     assert first.source is None
+    assert ["checked from now on" in str(each.notes) for each in (first, second)] == [True, False]
     assert "by the program, since the update of that step was finite" in second.because
     assert second.source is not None
     assert (second.source.line, second.is_line_traced) == (14, False)

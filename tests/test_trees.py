@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.rnn import pack_sequence
 
 from nanguard.state import optimizer_state
@@ -119,6 +120,40 @@ def test_a_container_whose_copy_shares_what_it_holds_is_left_alone() -> None:
     assert new == {"a": "a token", "b": ["a token"]}
     assert tree["a"] is A
     assert tree["b"][0] is B
+
+
+class Frozen(dict[str, Any]):
+    """Cannot be written to, so that ``copy.copy`` fails too."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Converting(UserDict[str, Any]):
+    """Gives another object for each key at each time."""
+
+    num_writes = 0
+
+    def __getitem__(self, key: str) -> Any:
+        return [super().__getitem__(key)]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.num_writes += 1
+        super().__setitem__(key, value)
+
+
+def test_a_container_that_cannot_be_written_to_becomes_a_plain_one() -> None:
+    """It is given to a module, say: the program must not end because of it."""
+    for tree in (Frozen(a=A), immutable_dict(a=A), immutable_list([A])):
+        new = mapped(tree, lambda leaf: "a token" if isinstance(leaf, Tensor) else None)
+        assert new == (["a token"] if isinstance(tree, list) else {"a": "a token"})
+        assert next(tensors(tree)) is A
+
+
+def test_a_container_of_the_program_is_not_written_to() -> None:
+    tree = Converting(a=A)
+    mapped(tree, lambda leaf: "a token" if isinstance(leaf, Tensor) else None)
+    assert tree.num_writes == 1
 
 
 def test_no_class_is_made_of_what_stands_for_tensors() -> None:

@@ -89,19 +89,19 @@ class Autopilot:
         self._monitor.end(leaves or sys.exc_info()[1])
 
     def unsound(self) -> tuple[str, ...]:
-        """Names of weights, buffers and optimizer state that are not finite now. Syncs."""
+        """Names of weights, buffers and optimizer state that are not finite now, each once. Syncs."""
         names, registry = self._monitor.unsound(), self._monitor.registry
         if not names:
             return ()
         modules = [module for module in registry.live_modules if type(module) is not TrainedModules]
         tables = [each for module in modules for each in (_compat.parameters_of(module), _compat.buffers_of(module))]
-        of_modules = {id(tensor) for table in tables for tensor in table.values()}
+        of_modules = {id(tensor) for table in tables for tensor in table.values() if tensor is not None}
         states = [hosted.parts.state.tensors() for hosted in registry.hosted_steps]
         kept = {name for state in states for name in names if id(state.get(name)) in of_modules}
         del states
         gc.collect()  # a tensor of an optimizer that the program no longer has is gone, unless a module has it
         kept.update(self._monitor.unsound())
-        return tuple(name for name in names if name in kept)
+        return tuple(dict.fromkeys(name for name in names if name in kept))
 
     @property
     def num_children(self) -> int:

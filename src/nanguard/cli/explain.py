@@ -36,7 +36,7 @@ def explain(
 ) -> None:
     """Explain non-finite steps: what happened, where the value came from, why, and what to do.
 
-    For a run, the first incident that is well known is explained in full, and the others are listed. Incidents with the
+    For a run, the first well-explained incident is shown in full, and the others are listed. Incidents with the
     same fault are shown once, with a count and everything that was done about them. The runs in a folder are listed.
     Without PATH, the newest run in runs/ or nanguard-runs/ is taken. Never runs code from a file.
 

@@ -52,12 +52,14 @@ class Examiner:
     ) -> Diagnosis | None:
         """Replay the step and explain it. Waits for the device.
 
-        ``reading`` is the measurement of the step, None if there is none. Experiments run if ``is_deep`` returns True
-        for the first diagnosis. With ``update`` the optimizers' update is traced too. Returns None if the replay is
-        finite and there is no reading.
+        ``reading`` is the measurement of the step, None if it has not run before. Experiments run if ``is_deep``
+        returns True for the first diagnosis. With ``update`` the optimizers' update is traced too. Returns None if the
+        replay is finite and there is no reading. Raises ``NotRepeatable``, but not without a reading.
         """
         replay = Replay(self._parts, self._dry_run, pending)
         run = replay.watched(update=update)
+        if reading is None:
+            run.replaced = {}  # what modules hold now is what the step begins with
         if reading is not None and reading.damaged:
             run = _before_the_damage(replay, past) or run
         exam = Exam(self._parts, pending, run, past, replay)
@@ -113,10 +115,11 @@ class Examiner:
     def located(self, diagnosis: Diagnosis, exam: Exam, reading: Reading | None) -> Diagnosis:
         """The diagnosis with step, batch, rank and device."""
         pending, parts = exam.pending, self._parts
+        indices = exam.dataset_indices(diagnosis.samples)
         return replace(
             diagnosis,
-            dataset_indices=exam.dataset_indices(diagnosis.samples),
-            is_order_assumed=any(each.is_collated for each in pending.fetched),
+            dataset_indices=indices,
+            is_order_assumed=bool(indices) and any(each.is_collated for each in pending.fetched),
             step=pending.step if reading is None else reading.step,
             epoch=pending.epoch,
             batch=pending.batch,

@@ -304,7 +304,7 @@ def _hidden(case: Case) -> Found:
     is_put = case.event.kind == "given" or any(parent.is_mask and parent.note.op for parent in case.event.parents)
     if not is_put or case.finding.chain[-1].has_nan:
         return None
-    why = "a mask, or the log of a probability that is 0, outside of the support of a distribution"
+    why = "it is a mask, or the log of a probability that is 0, outside of the support of a distribution"
     return "nonfinite_constant", f"an infinity is put into a value that the loss adds up: {why}"
 
 
@@ -318,8 +318,8 @@ def overflow(case: Case) -> Found:
         words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
         return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
     if case.op in ("add", "sub") and biggest == torch.finfo(getattr(torch, dtype)).max:
-        words = f"-{biggest:.3g} twice is more than {dtype} holds, but torch.minimum of them is not"
-        return "overflow_any_precision", f"masks of finfo.min are added: {words}"
+        words = f"twice -{biggest:.3g} exceeds {dtype}; combine them with torch.minimum instead"
+        return "overflow_any_precision", f"two masks of finfo.min are added: {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
         words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
         return "overflow_any_precision", words

@@ -5,6 +5,7 @@ An error in the diagnosis itself is logged. It never stops the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -38,8 +39,9 @@ Kind = tuple[str, ...]
 
 _SEARCHES = f"up to {BURST} of the next steps are traced as they run, then at most {SHARE:.0%} of the time"
 _FINITE_AGAIN = "all torch calls of the step were made again, in the model and around it, and gave finite values"
+_NOT_CAPTURED = "nothing of this step was captured that could be run again"
 _NO_STATE = Fix(words="register such tensors as buffers, or let forward() take and return them")
-_COMPUTED = "what the program gave to the model was non-finite, and is no data: the program computed it"
+_COMPUTED = "the model was given something non-finite that the program had computed, so it is not data"
 _GIVEN_UP = "steps were traced for this kind of incident before, without result: they are not traced again"
 
 _MOST_REPEATS = 8
@@ -124,7 +126,8 @@ class DiagnosisScheduler:
         """
         found = None
         if self._is_concerned(reading):
-            found = self._examiner.examine(pending, reading, Past(), lambda diagnosis: True)
+            with contextlib.suppress(NotRepeatable):
+                found = self._examiner.examine(pending, reading, Past(), lambda diagnosis: True)
         found = self._shared(found)
         return () if found is None else found.modules_to_keep
 
@@ -205,8 +208,8 @@ class DiagnosisScheduler:
                 log.info("the model could not be called again as in step %d: %s", reading.step, error)
         if diagnosis is None or diagnosis.cause == "unknown":
             told = None if pending.graph_finding is None else self._by_its_graph(pending, reading, past)
-            diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading, *notes), reading)
-        return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+            diagnosis = self._by_tracing(told or diagnosis or _of_nothing(reading, *notes[:1]), reading)
+        return replace(diagnosis, notes=(*diagnosis.notes, *(note for note in notes if note != diagnosis.because)))
 
     def _of_host(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
         """Run the step function of the host again. Without a result, the notes say why."""
@@ -378,11 +381,11 @@ def _of_code_after(diagnosis: Diagnosis, line: Source | None) -> Diagnosis:
     return titled(unknown)
 
 
-def _of_nothing(reading: Reading, reason: str = "", *_: str) -> Diagnosis:
+def _of_nothing(reading: Reading, because: str = _NOT_CAPTURED) -> Diagnosis:
     diagnosis = Diagnosis(
         phase="forward" if "loss" in reading.found else "backward",
         cause="unknown",
-        because=reason or "nothing of this step was captured that could be run again",
+        because=because,
         fix=Fix(words="call the model inside `with guard.autocast():`, or use guard.step(loss_fn, batch)"),
         step=reading.step,
         epoch=reading.epoch,

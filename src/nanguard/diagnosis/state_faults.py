@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanguard import _compat
 from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
@@ -79,8 +80,10 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
-        trained = [each for each in exam.parts.other_parts() if name in each.state.parameters() | each.state.buffers()]
-        state, num_applied = trained[0].state, trained[0].journal.counts["applied"]
+        known = [(each, each.state.parameters() | each.state.buffers()) for each in exam.parts.other_parts()]
+        named = [(each, tensors[name]) for each, tensors in known if name in tensors]  # a program may use a name again
+        trains, _ = max(named, key=lambda each: _compat.storage_key(each[1]) == event.storage)
+        state, num_applied = trains.state, trains.journal.counts["applied"]
         whose = ", which another optimizer trains,"
     if kind == "parameter":
         found = _of_parameter(exam, diagnosis, state, name, whose, is_trained=num_applied > 0)

@@ -38,7 +38,7 @@ class Settings:
     ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
     ``monitor`` warns before something goes wrong, for each optimizer on its own.
     ``notify`` is a command that is run when something has gone wrong.
-    ``repeats`` tells faults that come again, of all optimizers.
+    ``repeats`` counts faults that come again, for all optimizers together.
     """
 
     policy: Policy = field(default_factory=patient_policy)

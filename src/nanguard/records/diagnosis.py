@@ -31,7 +31,7 @@ OF_EARLIER_STEPS = frozenset(
 """Causes that are not in the batch: the op that fails first is a coincidence."""
 
 OF_MADE_DATA = "this line "
-"""How a reason begins if the line makes the data, and does not only use them."""
+"""How ``because`` begins if the line makes the data. Else the line only uses them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from nanguard import _compat
 from nanguard.state.trees import PLAIN, tensors
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_MISSING = object()
 _MOST_ENTRIES = 4096
 """A longer list or dict is not copied: the module may hold a whole dataset."""
 
@@ -28,17 +30,17 @@ class ModuleAttributes:
         ]
 
     def restore(self) -> None:
+        """Changes only what has changed: another thread may be using the modules."""
         for module, noted in self._noted:
-            now = vars(module)
-            if now.keys() != noted.keys() or any(now[name] is not value for name, value in noted.items()):
-                now.clear()
-                now.update(noted)
+            _restore_dict(vars(module), noted)
         for value, entries in self._entries:
-            value.clear()
-            if isinstance(value, list):
-                value.extend(entries)
-            else:
-                value.update(entries)
+            if isinstance(value, dict):
+                _restore_dict(value, entries)
+                if list(value) != list(entries):  # a cache may depend on the order
+                    value.clear()
+                    value.update(entries)
+            elif len(value) != len(entries) or any(map(operator.is_not, value, entries)):
+                value[:] = entries
 
     def replaced(self) -> dict[int, str]:
         """The ``storage_key`` and name of each tensor that was noted, and that its module no longer holds there."""
@@ -55,3 +57,11 @@ class ModuleAttributes:
 
 def _keys(value: Any) -> Iterator[int]:
     return map(_compat.storage_key, tensors(value))
+
+
+def _restore_dict(now: dict[Any, Any], then: dict[Any, Any]) -> None:
+    for name in [name for name in now if name not in then]:
+        del now[name]
+    for name, value in then.items():
+        if now.get(name, _MISSING) is not value:
+            now[name] = value

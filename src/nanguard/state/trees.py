@@ -166,16 +166,28 @@ def _with_children(tree: Any, old: Mapping[Any, Any], new: Mapping[Any, Any]) ->
             return kind(every)
         except Exception:
             return MappingProxyType(every)
+    try:
+        copied = _copied(tree, new)
+    except Exception:  # it cannot be copied or written to
+        copied = None
+    if copied is not None:
+        return copied
+    return list(every.values()) if isinstance(tree, list) else every
+
+
+def _copied(tree: Any, new: Mapping[Any, Any]) -> Any:
+    """None if the copy shares what it holds with the first. The first is as before then."""
     copied: Any = copy.copy(tree)
     if not isinstance(tree, (list, Mapping)):
         for key, each in new.items():
             object.__setattr__(copied, key, each)  # works for a frozen dataclass too
         return copied
     first: Any = tree
+    before = {key: first[key] for key in new}
     for key, each in new.items():
         copied[key] = each
-    if any(first[key] is not each for key, each in old.items()):  # the copy shares what it holds
-        for key in new:
-            first[key] = old[key]
-        return list(every.values()) if isinstance(tree, list) else every
-    return copied
+    if all(first[key] is not each for key, each in new.items()):
+        return copied
+    for key, each in before.items():
+        first[key] = each
+    return None

@@ -114,7 +114,7 @@ class DiscardedPasses:
     ) -> None:
         """The program has ended, or left its loop, in the middle of a step, because of ``error`` if there is one.
 
-        ``is_suspect``: the model raised on something non-finite that it had made itself.
+        ``is_suspect``: what raised was looking at something non-finite.
         """
         has_raised = pending.tape is not None and pending.tape.raised is not None
         if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised):

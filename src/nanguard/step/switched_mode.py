@@ -18,7 +18,7 @@ _num_modes, _push, _pop = (
 class _Active:
     """The mode of the process that has begun, if there is one.
 
-    Not an attribute of the class itself: a class that changes at each step makes Python forget what it knows of it.
+    It changes at each step. As a class attribute it would make CPython drop what it has cached about the class.
     """
 
     __slots__ = ("mode",)
@@ -42,7 +42,7 @@ class SwitchedMode(TorchFunctionMode):
         self._thread = 0
 
     def stop(self) -> None:
-        """Until it begins again."""
+        """Turns it off until it begins again."""
         raise NotImplementedError
 
     def is_own(self) -> bool:

@@ -130,7 +130,10 @@ class TapedLoss(NamedTuple):
 
 @dataclass(slots=True)
 class CallTape:
-    """The rows of one step by number, and its backward passes. ``older`` is the tape before, if rows refer to it.
+    """The rows of one step by number, and its backward passes.
+
+    ``older`` are the rows of the tape before, if rows refer to them. A tape does not hold that tape itself, which would
+    hold the one before it in turn, and so all tapes of the run.
 
     ``trained`` are the tensors that a program without an optimizer trains, if a row made them: such as
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
@@ -144,7 +147,7 @@ class CallTape:
     rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     trained: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: list[TapedLoss] = field(default_factory=list)
-    older: CallTape | None = None
+    older: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     was_cut: bool = False
     has_calls: bool = False
     is_settled: bool = False
@@ -154,9 +157,7 @@ class CallTape:
 
     def row(self, number: int) -> Row | None:
         """None if the row is no longer there: the tape was cut, since it had become too long."""
-        raw = self.rows.get(number)
-        if raw is None and self.older is not None:
-            raw = self.older.rows.get(number)
+        raw = self.rows.get(number) or self.older.get(number)
         return None if raw is None else Row(*raw)
 
     @property
@@ -170,7 +171,7 @@ class CallTape:
 
         Includes writes to memory that such a row's tensor may share.
         """
-        known = {**(self.older.rows if self.older is not None else {}), **self.rows}
+        known = {**self.older, **self.rows}
         rows = {number: Row(*raw) for number, raw in known.items() if number <= last}
         found: set[int] = set()
         todo = self._numbers(wanted)
@@ -194,10 +195,9 @@ class CallTape:
     def unrepeatable(self) -> set[int]:
         """The numbers of the rows that cannot be made again, and of those that depend on them. Does not sync."""
         gone: set[int] = set()
-        older = self.older.rows if self.older is not None else {}
         rows = {number: Row(*raw) for number, raw in self.rows.items()}
         for number, row in rows.items():
-            if any(self._is_lost(token, gone, older) for token in row.tokens):
+            if any(self._is_lost(token, gone) for token in row.tokens):
                 gone.add(number)
                 if row.writes and self._writes_to_made(rows, row):
                     return set(rows)  # views of what it wrote to may be anywhere
@@ -213,10 +213,10 @@ class CallTape:
         bases = {self._base(rows, token.number) for token in written if isinstance(token, Made)}
         return any((base := rows.get(number)) is None or not _is_view_of_outside(base) for number in bases)
 
-    def _is_lost(self, token: Any, gone: set[int], older: dict[int, Any]) -> bool:
+    def _is_lost(self, token: Any, gone: set[int]) -> bool:
         if isinstance(token, Made):
             is_held = (token.number, token.place) in self.trained
-            return token.number in gone or not (is_held or token.number in self.rows or token.number in older)
+            return token.number in gone or not (is_held or token.number in self.rows or token.number in self.older)
         return isinstance(token, Unseen) or changed(token)
 
     def from_calls_on(self) -> CallTape:

@@ -59,7 +59,7 @@ class TapeRecorder(SwitchedMode):
         self._rows: dict[int, tuple[Any, ...]] = {}
         self._next = 0
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
-        self._older: tuple[CallTape, dict[int, tuple[ref[Tensor], Made]]] | None = None
+        self._older: tuple[dict[int, tuple[Any, ...]], dict[int, tuple[ref[Tensor], Made]]] | None = None
         self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
@@ -120,7 +120,7 @@ class TapeRecorder(SwitchedMode):
         self._was_refused = is_refused
         if keeps_older and self.tape is not None and self._older is None:
             alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
-            self._older = (self.tape, alive) if alive else None
+            self._older = (self.tape.rows, alive) if alive else None
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
 
@@ -373,7 +373,7 @@ class TapeRecorder(SwitchedMode):
         kept = set(tape.needed(wanted, self._next))
         tape.rows = {number: raw for number, raw in tape.rows.items() if number in kept}
         if len(tape.rows) >= _MOST_ROWS:
-            tape.rows, tape.losses, tape.older, tape.was_cut, self._marks = {}, [], None, True, {}
+            tape.rows, tape.losses, tape.older, tape.was_cut, self._marks = {}, [], {}, True, {}
         self._outside = {}
         self._sweep_at, self._num_calls = max(_SWEEP_AFTER_ROWS, 2 * len(tape.rows)), 0
 
