@@ -21,7 +21,7 @@ from nanguard.diagnosis.exam import Exam, NotRepeatable, operands_of, parameters
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
 from nanguard.diagnosis.taped import TapedRun
-from nanguard.records.diagnosis import OF_MADE_DATA, Diagnosis, Source
+from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.held import Held, held_by_module
 from nanguard.state.training_state import TrainingState
@@ -148,10 +148,10 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
 def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """Data that a line of the step makes a tensor of: an array, a list, a number that is assigned to an element."""
     if event.note.shape:
-        because = f"{OF_MADE_DATA}makes a tensor of data that hold {_what_and_where(event.evidence)}"
+        because = f"this line makes a tensor of data that hold {_what_and_where(event.evidence)}"
     else:
-        because = f"{OF_MADE_DATA}puts a number that is {_what_and_where(event.evidence)} into a tensor"
-    return replace(diagnosis, source=source_of(event.note.place), because=because)
+        because = f"this line puts a number that is {_what_and_where(event.evidence)} into a tensor"
+    return replace(diagnosis, source=source_of(event.note.place), because=because, makes_data=True)
 
 
 def _what_and_where(evidence: Evidence) -> str:

@@ -30,9 +30,6 @@ OF_EARLIER_STEPS = frozenset(
 )
 """Causes that are not in the batch: the op that fails first is a coincidence."""
 
-OF_MADE_DATA = "this line "
-"""How ``because`` begins if the line makes the data. Else the line only uses them."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -134,8 +131,8 @@ class Diagnosis:
     ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the dataset, if known; with
     ``is_order_assumed`` only if the program's ``collate_fn`` keeps the order. ``chain`` leads from the op to the
     non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
-    reading the program, not by running it. ``batch`` is the position of the step's data in the epoch, ``since_step``
-    the last step with a good state.
+    reading the program, not by running it; if it ``makes_data``, it was seen to make a tensor of bad data. ``batch``
+    is the position of the step's data in the epoch, ``since_step`` the last step with a good state.
     """
 
     phase: Phase
@@ -146,6 +143,7 @@ class Diagnosis:
     network: str = ""
     source: Source | None = None
     is_line_traced: bool = True
+    makes_data: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
     because: str = ""
@@ -189,7 +187,7 @@ class Diagnosis:
     @property
     def is_line_of_maker(self) -> bool:
         """True if the line makes bad data. Else it is the first that uses them."""
-        return self.phase == "data" and (not self.is_line_traced or self.because.startswith(OF_MADE_DATA))
+        return self.phase == "data" and (self.makes_data or not self.is_line_traced)
 
     @property
     def words(self) -> str:
