@@ -106,6 +106,10 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
         return _of_held(exam, diagnosis, held)
+    changed = authorship.changes_in_words(exam.pending.tape, event.storage)
+    if changed:
+        exam.is_from_loader = exam.may_be_from_loader(event)
+        return replace(diagnosis, because=diagnosis.because + changed)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     names, exam.is_from_loader = _names_of(exam, event.origin), exam.may_be_from_loader(event)
@@ -262,7 +266,7 @@ def _in_words(exam: Exam, origin: str) -> str:
     micros = exam.pending.microbatches
     if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
         key = re.search(r"""\[('.*'|".*")\]$""", origin)
-        return origin if key is None else ast.literal_eval(key[1])
+        return origin if key is None else re.sub(r" \(\d+\)$", "", ast.literal_eval(key[1]))  # made unique by a number
     given = re.search(r"\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", origin) if isinstance(exam.batch(), Call) else None
     return origin if given is None else f"argument {given[1] or given[2]}{given[3]} of the model"
 
