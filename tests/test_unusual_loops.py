@@ -194,6 +194,35 @@ def test_the_first_step_of_a_program_without_an_optimizer_knows_of_bad_data() ->
     assert found.because == "the input of addmm holds NaN at [3, 1]"
 
 
+class Table(nn.Module):
+    """``others`` is never given."""
+
+    def __init__(self, others: nn.Module | None = None) -> None:
+        super().__init__()
+        self.items, self.head = nn.Embedding(12, 4), nn.Linear(4, 1)
+        nn.init.normal_(self.items.weight, std=0.01)
+        self.items.weight.data[7] /= 0  # by zero
+        if others is not None:
+            for mine, theirs in zip(self.children(), others.children(), strict=True):
+                mine.weight.data.copy_(theirs.weight)  # type: ignore[operator,union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.items(x))
+        return out
+
+
+def test_a_division_in_place_is_what_made_a_parameter_non_finite() -> None:
+    with nanguard.install() as autopilot:
+        model = Table()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for x in torch.arange(12).split(4):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert (found.cause, found.module, place(found)[1]) == ("parameter_corrupted", "items", line("by zero"))
+
+
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
