@@ -137,7 +137,7 @@ class ProgramMonitor(ManualPrograms):
                 self._begin_tape(coordinator, hosted_steps)
             taper.before_call()
         elif not coordinator.iteration.has_begun:
-            taper.before_evaluation()
+            taper.before_evaluation(root)
         was_taping = taper.pause()
         with self._noting:
             for hosted in hosted_steps:

@@ -15,8 +15,8 @@ from nanguard.step.calls import Call
 from nanguard.step.tape import CallTape, Made, Unseen
 from nanguard.step.tape_recorder import TapeRecorder
 
-_MOST_EVALUATIONS = 4
-"""So many calls without gradients may be part of a step. What they are given is held until it ends."""
+_MOST_EVALUATIONS, _MOST_IN_ALL = 4, 16
+"""So many calls of one module, and of all, without gradients may be part of a step. What they are given is held."""
 
 
 _NO_TAPE = CallTape()
@@ -40,7 +40,7 @@ class ProgramTape(TapeRecorder):
         self._is_alone = is_alone
         if self._is_wanted:
             is_refused = coordinator.iteration.refused
-            self.begin(coordinator.tape_to_write(), keeps_older=not is_alone or is_refused, is_refused=is_refused)
+            self.begin(coordinator.tape_to_write(), keeps_older=not is_alone, is_refused=is_refused)
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """What an optimizer trains from now on is not made again, although the program has made it in this step."""
@@ -70,8 +70,8 @@ class ProgramTape(TapeRecorder):
                 del tape.rows[number]
             self._marks = {key: mark for key, mark in self._marks.items() if mark[1].number not in gone}
 
-    def before_evaluation(self) -> None:
-        """The model is about to be called without gradients.
+    def before_evaluation(self, module: int) -> None:
+        """The model, or the module of it with this identity, is about to be called without gradients.
 
         A few such calls may be for this step, as in ``target = reward + gamma * model(following)``. More are an
         evaluation, or an agent that plays: what came before was for this, and is not held. What comes after the last of
@@ -80,13 +80,16 @@ class ProgramTape(TapeRecorder):
         tape = self.tape
         if tape is None or tape.is_settled or tape.losses or not self.is_own():
             return
+        num = tape.evaluations[module] = tape.evaluations.get(module, 0) + 1
         tape.num_evaluations += 1
-        if tape.num_evaluations > _MOST_EVALUATIONS:
+        if num > _MOST_EVALUATIONS or tape.num_evaluations > _MOST_IN_ALL:
+            tape.has_evaluated = True
+        if tape.has_evaluated:
             self.begin_anew()
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         tape = self.tape
-        if tape is None or tape.is_settled or tape.num_evaluations <= _MOST_EVALUATIONS or torch.is_grad_enabled():
+        if tape is None or tape.is_settled or not tape.has_evaluated or torch.is_grad_enabled():
             super().after_module(call, made)
         else:
             self.begin_anew()

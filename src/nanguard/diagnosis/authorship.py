@@ -23,7 +23,8 @@ from nanguard.diagnosis.slicing import (
 )
 from nanguard.records.diagnosis import Source
 from nanguard.records.words import joined
-from nanguard.source.frames import is_users
+from nanguard.source.frames import is_users, source_of
+from nanguard.step.tape import CallTape
 
 _WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
 
@@ -193,6 +194,13 @@ def lines_that_write(files: Iterable[str]) -> list[Source]:
 def in_words(lines: Sequence[Source]) -> str:
     """To be added to a reason, for lines that ``lines_that_write`` found; empty for none."""
     return f"; the program writes to tensors at {joined(list(map(str, lines)))}" if lines else ""
+
+
+def changes_in_words(tape: CallTape | None, storage: int | None) -> str:
+    """To be added to a reason, for data that the program has changed in place in this step; empty if it has not."""
+    changes = [] if tape is None or storage is None else tape.changes_of(storage)
+    lines = [f"{name.rstrip('_')} at {source_of(place)}" for name, place in changes]
+    return f"; {joined(lines)} changed it in place before, and may have made that" if lines else ""
 
 
 def _writes_in_place(node: ast.AST) -> TypeGuard[ast.stmt]:

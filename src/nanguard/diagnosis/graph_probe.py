@@ -52,8 +52,11 @@ _BY_RESULT: dict[str, tuple[str, str]] = {
 }
 """Ops whose result or denominator alone is saved: the cause and the reason. The result is Inf: NaN is inherited."""
 
-_ARGUMENTS = {"self": 0, "other": 1, "target": 1, "mat2": 1}
+_ARGUMENTS = {"self": 0, "input": 0, "other": 1, "target": 1, "mat1": 1, "mat2": -1}
 """Saved operands, and the place of each among the inputs of its node."""
+
+_AS_WRITTEN = {"self": "the input", "input": "the input", "mat1": "the input"}
+"""How an operand is called if its own name says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +180,13 @@ def _bad_data(op: str, node: Any) -> str:
     """The words for a non-finite operand that no node of the graph made; ``""`` if there is none."""
     for name, place in _ARGUMENTS.items():
         operand = _saved(node, name)
-        if operand is None or place >= len(node.next_functions) or node.next_functions[place][0] is not None:
+        inputs = node.next_functions
+        if operand is None or place >= len(inputs) or inputs[place][0] is not None:
             continue
         if look(operand).has_nan or (name == "target" and not look(operand).is_finite):  # Inf may be a mask
             where = where_bad(operand)
             at = f" at {list(where.element)}" if where.element else ""
-            return f"{name} of {op} holds {'NaN' if where.is_nan else 'Inf'}{at}"
+            return f"{_AS_WRITTEN.get(name, name)} of {op} holds {'NaN' if where.is_nan else 'Inf'}{at}"
     return ""
 
 

@@ -41,6 +41,9 @@ _FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE, _JUMPED_BY_BOLD_RATE, _BOLD = 3, 1000.0,
 The second factor is enough if the learning rate is 1 or more, the third if it is also ``_BOLD`` times the default.
 """
 
+_EARLY_STEPS = 20
+"""The first factor counts within so many steps if the learning rate is 1 or more."""
+
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
 
@@ -126,6 +129,8 @@ class Jump:
     @property
     def is_by_rate(self) -> bool:
         """Whether the learning rate is to blame."""
+        if self.num > _FIRST_STEPS:
+            return self.rate >= 1 and self.growth >= _JUMPED
         if self.growth < _JUMPED_BY_BOLD_RATE or self.growth >= _JUMPED or self.rate < 1:
             return self.growth >= _JUMPED
         usual = inspect.signature(type(self.state.optimizer_of(self.name))).parameters.get("lr")
@@ -139,7 +144,7 @@ def _jump(exam: Exam) -> Jump | None:
     own = exam.parts, past.first_sizes, past.num_applied, past.readings
     others = [(o, o.first_sizes, o.journal.counts["applied"], o.journal.recent) for o in exam.parts.other_parts()]
     for parts, sizes, num, readings in (own, *others):
-        if sizes is None or not 0 < num <= _FIRST_STEPS:
+        if sizes is None or not 0 < num <= _EARLY_STEPS:
             continue
         before, norm = sizes.read(), next((max(reading.norms) for reading in readings if reading.norms), 0.0)
         rates = [rate for reading in readings for rate in reading.lrs if rate is not None]

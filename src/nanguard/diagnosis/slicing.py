@@ -80,12 +80,12 @@ class ProgramSource:
 
         Follows names to their assignments in the same function, and calls into functions of the program.
         """
-        best = Origin(self._risk_of(file, value), source_of_node(file, statement))
+        best = Origin(self._risk_of(file, statement, value), source_of_node(file, statement))
         seen: set[int] = {id(value)}
         waiting = [(file, statement, value, 0)]
         while waiting:
             file, statement, value, depth = waiting.pop(0)
-            risk = self._risk_of(file, value)
+            risk = self._risk_of(file, statement, value)
             if risk > best.risk:
                 best = Origin(risk, source_of_node(file, statement))
             if depth < _DEEPEST:
@@ -122,12 +122,13 @@ class ProgramSource:
                     seen.add(id(part[2]))
                     waiting.append(part)
 
-    def _risk_of(self, file: str, value: ast.AST) -> int:
+    def _risk_of(self, file: str, statement: ast.AST, value: ast.AST) -> int:
         lines = range(getattr(value, "lineno", 0), (getattr(value, "end_lineno", 0) or 0) + 1)
         if any((file, line) in self.ran for line in lines):
             return 0
         uses_one = any(isinstance(each, ast.Name) and each.id in self._constants for each in ast.walk(value))
-        return _LITERAL if uses_one else risk_of(value)
+        changed = _changed_by(statement) if isinstance(statement, ast.AugAssign) and statement.value is value else 0
+        return _LITERAL if uses_one else max(risk_of(value), changed)
 
     def _made_of(self, file: str, statement: ast.AST, value: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
         names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - self._constants
@@ -184,6 +185,15 @@ def risk_of(value: ast.AST) -> int:
         elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
             risk = max(risk, _POSSIBLE)
     return risk
+
+
+def _changed_by(statement: ast.AugAssign) -> int:
+    """The risk of ``x /= n`` itself, whatever ``n`` is computed by."""
+    if not isinstance(statement.op, (ast.Div, ast.Pow)):
+        return 0
+    if isinstance(statement.value, ast.Constant):
+        return _LITERAL if isinstance(statement.op, ast.Div) and statement.value.value == 0 else 0
+    return _LIKELY if isinstance(statement.op, ast.Div) else _POSSIBLE
 
 
 def _is_negative(node: ast.AST) -> bool:

@@ -103,17 +103,21 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
             evidence=(),
         )
     if kind == "state":
-        because = f"{name} is non-finite before the step"
-        cause = "optimizer_state_corrupted"
-        return replace(diagnosis, phase="optimizer", cause=cause, because=because, samples=(), evidence=())
+        found = replace(diagnosis, phase="optimizer", cause="optimizer_state_corrupted", samples=(), evidence=())
+        return replace(found, because=f"{name} is non-finite before the step")
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
         return _of_held(exam, diagnosis, held)
+    exam.is_from_loader = exam.may_be_from_loader(event)
+    changed = authorship.changes_in_words(exam.pending.tape, event.storage)
+    if changed:
+        return replace(diagnosis, because=diagnosis.because + changed)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
-    names, exam.is_from_loader = _names_of(exam, event.origin), exam.may_be_from_loader(event)
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
-    line = authorship.line_that_makes_data(*names, exam.files(), not_in=users, used_in=used_in, ran=ran)
+    line = authorship.line_that_makes_data(
+        *_names_of(exam, event.origin), exam.files(), not_in=users, used_in=used_in, ran=ran
+    )
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
     is_repeated = exam.parts.journal.refused_in_a_row > 0 and not exam.pending.fetched
     return replace(
@@ -147,11 +151,13 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
 
 def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """Data that a line of the step makes a tensor of: an array, a list, a number that is assigned to an element."""
-    if event.note.shape:
-        because = f"this line makes a tensor of data that hold {_what_and_where(event.evidence)}"
-    else:
-        because = f"this line puts a number that is {_what_and_where(event.evidence)} into a tensor"
-    return replace(diagnosis, source=source_of(event.note.place), because=because, makes_data=True)
+    what = _what_and_where(event.evidence)
+    does = (
+        f"makes a tensor of data that hold {what}"
+        if event.note.shape
+        else f"puts a number that is {what} into a tensor"
+    )
+    return replace(diagnosis, source=source_of(event.note.place), because=f"this line {does}", makes_data=True)
 
 
 def _what_and_where(evidence: Evidence) -> str:
@@ -265,7 +271,7 @@ def _in_words(exam: Exam, origin: str) -> str:
     micros = exam.pending.microbatches
     if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
         key = re.search(r"""\[('.*'|".*")\]$""", origin)
-        return origin if key is None else ast.literal_eval(key[1])
+        return origin if key is None else re.sub(r" \(\d+\)$", "", ast.literal_eval(key[1]))  # made unique by a number
     given = re.search(r"\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", origin) if isinstance(exam.batch(), Call) else None
     return origin if given is None else f"argument {given[1] or given[2]}{given[3]} of the model"
 

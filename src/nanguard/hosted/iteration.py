@@ -59,6 +59,13 @@ class Iteration:
         pending.others = tuple(self.noted)
 
     @property
+    def most_cleared(self) -> int:
+        """The program can have cleared the gradients of at most so many losses, the first ones."""
+        if self.uses_every_loss:
+            return 0
+        return len(self.losses) if self.num_cleared is None or len(self.noted) != 1 else self.num_cleared
+
+    @property
     def has_begun(self) -> bool:
         """Whether a module was called with gradients since an optimizer last stepped."""
         return bool(self.calls) and not self.stepped

@@ -28,8 +28,8 @@ def last_loss(error: BaseException | None, before: Sequence[Tensor] = ()) -> tup
     """
     known = {_compat.storage_key(loss) for loss in before}
     for frame, line in reversed(list(passed(error))):
-        for value in list(frame.f_locals.values()):
-            if _is_bad_loss(value) and _compat.storage_key(value) not in known:
+        for name, value in list(frame.f_locals.items()):
+            if _is_bad_loss(name, value) and _compat.storage_key(value) not in known:
                 return value, (frame.f_code.co_filename, line, frame.f_code.co_name)
     return None
 
@@ -87,11 +87,14 @@ def _note_end(
     return None
 
 
-def _is_bad_loss(value: object) -> bool:
+def _is_bad_loss(name: str, value: object) -> bool:
+    """Of one element with dimensions only if it is called so: it may be the action of an agent, or a batch of one."""
     # type(), since isinstance asks proxies for their class, and some of them then do something.
     if not issubclass(type(value), Tensor):
         return False
     assert isinstance(value, Tensor)
     if value.numel() != 1 or value.grad_fn is None or not value.is_floating_point():
+        return False
+    if value.dim() > 0 and "loss" not in name.lower():
         return False
     return not bool(torch.isfinite(value.detach()).all())

@@ -10,11 +10,14 @@ from torch import Tensor
 from nanguard.numerics.finite import nonfinite
 
 
-def mean_that_counts(losses: list[Tensor], grads: list[Tensor], device: torch.device) -> Tensor:
-    """The mean of finite losses if gradients are finite: the program has discarded the others. Does not sync."""
+def mean_that_counts(losses: list[Tensor], grads: list[Tensor], device: torch.device, num_cleared: int) -> Tensor:
+    """The mean of finite losses if gradients are finite: the program has discarded the others. Does not sync.
+
+    The program cannot have discarded those after the first ``num_cleared``: they count in any case.
+    """
     values = torch.stack([loss.double().to(device) for loss in losses])
     is_good = torch.isfinite(values)
-    all_count = (nonfinite(grads, device) != 0) | ~is_good.any()
+    all_count = (nonfinite(grads, device) != 0) | ~is_good.any() | ~is_good[num_cleared:].all()
     good = torch.where(is_good, values, 0.0).sum() / is_good.sum()
     return torch.where(all_count, values.mean(), good)
 

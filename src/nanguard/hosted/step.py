@@ -372,13 +372,13 @@ class HostedStep(UncheckedSteps):
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
         losses = list(this.losses)
-        if this.uses_every_loss or (this.num_cleared == 0 and len(this.noted) == 1):
+        if this.most_cleared == 0:
             return losses
         if self.sync == "late":
-            return [mean_that_counts(losses, self.skippable.gradients(), self.parts.state.device)]
+            return [mean_that_counts(losses, self.skippable.gradients(), self.parts.state.device, this.most_cleared)]
         flags = torch.isfinite(torch.stack([loss.double().to(self.parts.state.device) for loss in losses])).tolist()
         good = [loss for loss, is_finite in zip(losses, flags, strict=True) if is_finite]
-        if len(good) in (0, len(losses)) or self.has_bad_gradients():
+        if len(good) in (0, len(losses)) or not all(flags[this.most_cleared :]) or self.has_bad_gradients():
             return losses
         self.engine.discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
         return good

@@ -51,17 +51,17 @@ class RepeatCounter:
 def likeness(outcome: Outcome) -> tuple[Any, ...]:
     """A key that is equal for incidents with the same fault: the same cause at the same place, in any network.
 
-    Where a cause of earlier steps shows is a coincidence. If the place is not known, the optimizer counts. A program
-    may make one for each batch; they are numbered.
+    Where a cause of earlier steps shows is a coincidence. If the line is not known, module and optimizer count. A
+    program may make an optimizer for each batch; they are numbered.
     """
     diagnosis, verdict = outcome.diagnosis, outcome.verdict
     if diagnosis is None:
         return verdict.kind, verdict.reading.found, bool(verdict.reading.dropped_microbatches)
     if diagnosis.cause in OF_EARLIER_STEPS:
         return verdict.kind, diagnosis.cause
+    place = diagnosis.module, diagnosis.network.rstrip(" 0123456789")
     line = diagnosis.source and (diagnosis.source.file, diagnosis.source.line)
-    place = line or diagnosis.network.rstrip(" 0123456789")
-    return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.module, diagnosis.op, place
+    return verdict.kind, diagnosis.cause, diagnosis.phase, diagnosis.op, line or place
 
 
 def _network(outcome: Outcome) -> str:

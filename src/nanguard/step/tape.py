@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ _VIEWS = words(
     "contiguous to float"
 )
 """Functions whose result may share memory with their first argument."""
+
+_MAY_MAKE_NAN = words(
+    "div_ true_divide_ divide_ log_ log2_ log10_ log1p_ sqrt_ rsqrt_ reciprocal_ pow_ exp_ acos_ asin_"
+)
+"""Functions that may make NaN or Inf of finite numbers, in place."""
 
 
 # What stands for tensors in the arguments of a row. Not dataclasses, which count as containers of tensors.
@@ -139,8 +145,10 @@ class CallTape:
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
     ``has_calls`` says that some rows are calls of modules, ``is_settled`` that the model was called to train: what
     comes before is data that the program prepares. ``num_evaluations`` counts calls of the model before that, without
-    gradients. ``raised`` is the last call that raised and was given something
-    non-finite. ``transformed`` is the first row inside ``torch.func.grad``, ``vmap`` or others, whose results are not
+    gradients, ``evaluations`` those of each module; ``has_evaluated`` says that there were too many to be for this
+    step. ``raised`` is the last call that raised and was given something
+    non-finite. ``changes`` are changes in place of data, with their position: which function, and of which tensor.
+    ``transformed`` is the first row inside ``torch.func.grad``, ``vmap`` or others, whose results are not
     told of.
     """
 
@@ -152,8 +160,25 @@ class CallTape:
     has_calls: bool = False
     is_settled: bool = False
     num_evaluations: int = 0
+    evaluations: dict[int, int] = field(default_factory=dict)
+    has_evaluated: bool = False
     raised: int | None = None
     transformed: int | None = None
+    changes: dict[tuple[CodeType | None, int], tuple[str, ref[Tensor]]] = field(default_factory=dict)
+
+    def note_change(self, function: Any, args: Any, position: tuple[CodeType | None, int]) -> None:
+        """The program changes data in place: what they were before is gone. Not a division by a number."""
+        if name_of(function) in _MAY_MAKE_NAN and (len(args) < 2 or isinstance(args[1], Tensor)):
+            self.changes[position] = name_of(function), ref(args[0])
+
+    def changes_of(self, storage: int) -> list[tuple[str, Place]]:
+        """The functions that may have made NaN or Inf in this memory, in place, and their lines."""
+        found = []
+        for (code, at), (name, changed_) in self.changes.items():
+            tensor, place = changed_(), place_of(code, at)
+            if tensor is not None and place is not None and _compat.storage_key(tensor) == storage:
+                found.append((name, place))
+        return found
 
     def row(self, number: int) -> Row | None:
         """None if the row is no longer there: the tape was cut, since it had become too long."""

@@ -17,6 +17,7 @@ from nanguard.source.frames import position_of
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, mapped, tensors
 from nanguard.step.calls import Call
+from nanguard.step.older_tapes import OlderRows, follow
 from nanguard.step.switched_mode import SwitchedMode
 from nanguard.step.tape import (
     CallTape,
@@ -59,7 +60,8 @@ class TapeRecorder(SwitchedMode):
         self._rows: dict[int, tuple[Any, ...]] = {}
         self._next = 0
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
-        self._older: tuple[dict[int, tuple[Any, ...]], dict[int, tuple[ref[Tensor], Made]]] | None = None
+        self._first: OlderRows | None = None
+        self._older: OlderRows | None = None
         self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
@@ -73,7 +75,7 @@ class TapeRecorder(SwitchedMode):
     def begin(self, tape: CallTape, *, keeps_older: bool = False, is_refused: bool = False) -> None:
         """Goes on writing, to ``tape``. With ``keeps_older``, rows may use what the tape before it made.
 
-        ``is_refused`` says that the step before was: of several such steps in a row the first tape is kept.
+        ``is_refused`` says that the step before was: of several such steps in a row the first tape is kept, too.
         """
         if self.is_begun and self._thread != threading.get_ident():
             return
@@ -116,11 +118,10 @@ class TapeRecorder(SwitchedMode):
 
     def _turn_to(self, tape: CallTape, *, keeps_older: bool, is_refused: bool) -> None:
         if not (is_refused and self._was_refused):
-            self._older = None
+            self._first = self._older = None
         self._was_refused = is_refused
-        if keeps_older and self.tape is not None and self._older is None:
-            alive = {key: mark for key, mark in self._marks.items() if mark[0]() is not None}
-            self._older = (self.tape.rows, alive) if alive else None
+        if self.tape is not None and (keeps_older or (is_refused and self._first is None)):
+            self._first, self._older = follow(self._first, self.tape.rows, self._marks)
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
         self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
 
@@ -137,7 +138,7 @@ class TapeRecorder(SwitchedMode):
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""
         self.stop()
-        self.tape, self._rows, self._older, self._marks, self._outside = None, {}, None, {}, {}
+        self.tape, self._rows, self._marks, self._outside, self._first, self._older = None, {}, {}, {}, None, None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -200,8 +201,9 @@ class TapeRecorder(SwitchedMode):
         """Whether a write to the first argument, or a cut of it from its graph, is no part of the step."""
         if not kind & WRITES:
             return type(first) is Unseen  # what the program keeps from an earlier step is data from here on
-        if type(first) is Outside and changed(first) and not args[0].requires_grad:
-            return True  # data that are being prepared: what they were before is gone
+        if self.tape is not None and type(first) is Outside and changed(first) and not args[0].requires_grad:
+            self.tape.note_change(func, args, position_of(sys._getframe(2)))
+            return True  # data that are being prepared
         if type(result) is Tensor and result.is_leaf and result.requires_grad and func is not _requires_grad_:
             self._marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
             return True
@@ -342,11 +344,10 @@ class TapeRecorder(SwitchedMode):
             made = [given[0]]
         else:
             return
-        if not made:
-            return
-        code, at = position_of(frame)
-        autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
-        self._append((func, args, kwargs, code, at, _is_grad_enabled(), autocast, rng), made)
+        if made:
+            code, at = position_of(frame)
+            autocast = self._autocast() if _is_any_autocast_enabled() else _NO_AUTOCAST
+            self._append((func, args, kwargs, code, at, _is_grad_enabled(), autocast, rng), made)
 
     def _autocast(self) -> tuple[bool, torch.dtype | None]:
         return torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
