@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,18 +12,17 @@ from torch import Tensor
 
 from nanguard import _compat
 from nanguard.diagnosis import authorship
+from nanguard.diagnosis.batch_names import in_words, names_of
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, NotRepeatable, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
-from nanguard.diagnosis.taped import TapedRun
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.held import Held, held_by_module
 from nanguard.state.training_state import TrainingState
-from nanguard.step.calls import Call
 
 _ABSURD_RATE = 1e3
 """No training has such a learning rate, whatever the optimizer."""
@@ -76,7 +73,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
-    diagnosis = replace(diagnosis, because=f"{_in_words(exam, event.origin)} holds {_what_and_where(event.evidence)}")
+    diagnosis = replace(diagnosis, because=f"{in_words(exam, event.origin)} holds {_what_and_where(event.evidence)}")
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
@@ -116,7 +113,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
     line = authorship.line_that_makes_data(
-        *_names_of(exam, event.origin), exam.files(), not_in=users, used_in=used_in, ran=ran
+        *names_of(exam, event.origin), exam.files(), not_in=users, used_in=used_in, ran=ran
     )
     line = line or authorship.line_that_writes_nonfinite(exam.files(), nan=event.has_nan, not_in=users)
     is_repeated = exam.parts.journal.refused_in_a_row > 0 and not exam.pending.fetched
@@ -264,30 +261,6 @@ def _set_at(
     module = state.module(owner)
     line = None if module is None else authorship.line_that_sets(module, name, exam.files(), rows)
     return owner, line
-
-
-def _in_words(exam: Exam, origin: str) -> str:
-    """What the program calls data: its expressions on a tape, and the place in a call of the model."""
-    micros = exam.pending.microbatches
-    if micros and isinstance(micros[exam.run.microbatch].loss_fn, TapedRun):
-        key = re.search(r"""\[('.*'|".*")\]$""", origin)
-        return origin if key is None else re.sub(r" \(\d+\)$", "", ast.literal_eval(key[1]))  # made unique by a number
-    given = re.search(r"\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", origin) if isinstance(exam.batch(), Call) else None
-    return origin if given is None else f"argument {given[1] or given[2]}{given[3]} of the model"
-
-
-def _names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
-    """The names of a tensor of the batch in the program, its index in the batch, and the length of the batch."""
-    names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
-    names += [each for name in names if not name.isidentifier() for each in re.findall(r"[A-Za-z_]\w*", name)]
-    places = re.findall(r"\[(\d+)\]", origin)
-    if places and not names and exam.pending.microbatches:
-        loss_fn = exam.pending.microbatches[exam.run.microbatch].loss_fn
-        names += authorship.names_in_unpacking(loss_fn, int(places[0]))
-    batch = exam.pending.microbatches[exam.run.microbatch].batch if exam.pending.microbatches else None
-    if isinstance(batch, (list, tuple)) and len(places) == 1:
-        return names, int(places[0]), len(batch)
-    return names, None, 0
 
 
 # ---- writes of the user's program during the step --------------------------------------------------------------------
