@@ -1271,7 +1271,7 @@ def inputs():
     "pow",
     "operands of pow grew from ... since step 0; gradient norms of the last steps",
     batch=inputs,
-    lr=5.0,
+    lr=0.9,
 )
 class AStepTooLong(nn.Module):
     def __init__(self):

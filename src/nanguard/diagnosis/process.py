@@ -42,7 +42,7 @@ The second factor is enough if the learning rate is 1 or more, the third if it i
 """
 
 _EARLY_STEPS = 20
-"""The first factor counts within so many steps if the learning rate is 1 or more."""
+"""The first factor counts within so many steps if the learning rate was 1 or more in all of them."""
 
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
@@ -130,7 +130,7 @@ class Jump:
     def is_by_rate(self) -> bool:
         """Whether the learning rate is to blame."""
         if self.num > _FIRST_STEPS:
-            return self.rate >= 1 and self.growth >= _JUMPED
+            return min([self.rate, *self.rates]) >= 1 and self.growth >= _JUMPED
         if self.growth < _JUMPED_BY_BOLD_RATE or self.growth >= _JUMPED or self.rate < 1:
             return self.growth >= _JUMPED
         usual = inspect.signature(type(self.state.optimizer_of(self.name))).parameters.get("lr")
