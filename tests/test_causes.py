@@ -1271,7 +1271,7 @@ def inputs():
     "pow",
     "operands of pow grew from ... since step 0; gradient norms of the last steps",
     batch=inputs,
-    lr=0.9,
+    lr=5.0,
 )
 class AStepTooLong(nn.Module):
     def __init__(self):

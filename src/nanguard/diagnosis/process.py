@@ -42,7 +42,10 @@ The second factor is enough if the learning rate is 1 or more, the third if it i
 """
 
 _EARLY_STEPS = 20
-"""The first factor counts within so many steps if the learning rate was 1 or more in all of them."""
+"""The first factor counts within so many steps if the learning rate was 1 or more in all of them, and is the reason."""
+
+_LARGEST_STEP = 10.0
+"""An update by more than so many learning rates is one of gradients that explode: Adam makes one of about one."""
 
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
@@ -130,7 +133,8 @@ class Jump:
     def is_by_rate(self) -> bool:
         """Whether the learning rate is to blame."""
         if self.num > _FIRST_STEPS:
-            return min([self.rate, *self.rates]) >= 1 and self.growth >= _JUMPED
+            rate = min([self.rate, *self.rates])
+            return rate >= 1 and self.growth >= _JUMPED and self.now <= _LARGEST_STEP * rate * self.num
         if self.growth < _JUMPED_BY_BOLD_RATE or self.growth >= _JUMPED or self.rate < 1:
             return self.growth >= _JUMPED
         usual = inspect.signature(type(self.state.optimizer_of(self.name))).parameters.get("lr")
