@@ -38,7 +38,7 @@ class Listener(nn.Module):
 def recordings(number: int) -> TensorDataset:
     loudness = torch.rand(number, 1, TONES)
     sounds = loudness * torch.randn(number, LENGTH, TONES).abs()
-    sounds[7 :: number // 4] *= 2000  # somebody forgot to normalise these
+    sounds[7 :: number // 4] *= 2000  # these were not normalised
     return TensorDataset(sounds, loudness.squeeze(1).argmax(-1))
 
 
