@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import linecache
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,8 +30,19 @@ class TinyNet(nn.Module):
         return self.out(self.drop(F.relu(self.norm(self.inp(x)))))
 
 
+TINY_NET_LINE = TinyNet.forward.__code__.co_firstlineno + 1
+
+
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def line(mark: str) -> int:
+    """The number of the line of the calling file that ends with this comment."""
+    lines = linecache.getlines(sys._getframe(1).f_code.co_filename)
+    found = [number for number, text in enumerate(lines, start=1) if text.rstrip().endswith(f"# {mark}")]
+    assert len(found) == 1, f"{mark!r} marks {len(found)} lines"
+    return found[0]
 
 
 def own_step(guard: Any, batch: Any) -> None:

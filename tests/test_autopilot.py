@@ -1319,12 +1319,14 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
         nanguard.install(**options)
 
 
-def test_a_cell_that_is_run_twice_goes_on_with_the_same_autopilot(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cell_that_is_run_twice_goes_on_with_the_same_autopilot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    with nanguard.install(max_norm=1.0) as first:
+    with nanguard.install(max_norm=1.0, run_dir=tmp_path) as first:
         w = torch.ones(2, requires_grad=True)
         optimizer = SGD([w], lr=0.1)
-        assert nanguard.install(max_norm=1.0) is first
+        assert nanguard.install(max_norm=1.0, run_dir=tmp_path) is first
         assert "called before with the same settings" in caplog.text
         (w * NAN).sum().backward()
         optimizer.step()

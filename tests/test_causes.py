@@ -1778,7 +1778,7 @@ def causes_named_in(path: Path) -> Iterator[str]:
 
 def test_every_cause_that_the_source_names_is_a_row() -> None:
     package = Path(nanguard.__file__).parent
-    files = [*(package / "diagnosis").glob("*.py"), package / "recovery" / "casebook.py"]
+    files = [*(package / "diagnosis").glob("*.py"), package / "recovery" / "incident_recorder.py"]
     named = {name for path in files for name in causes_named_in(path)}
     named |= {name for name, _ in graph_probe._BY_RESULT.values()} | set(process._OVERFLOWS)
     for node in ast.parse((package / "replay" / "rerun.py").read_text()).body:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import nanguard
-from helpers import INF, NAN, TinyNet, differences, everything, loss_fn, make_batches, poisoned
+from helpers import INF, NAN, TinyNet, differences, everything, line, loss_fn, make_batches, poisoned
 from nanguard import Guard, Halt, Policy, ProtocolError, Skip, Snapshots
 from nanguard.diagnosis import search
 from nanguard.diagnosis.examiner import Examiner
@@ -36,13 +36,6 @@ from optimizers import ALL
 LINES = Path(__file__).read_text().splitlines()
 SYNCS = ["eager", "late"]
 PATIENT = Policy([Skip(99)])
-
-
-def line(mark: str) -> int:
-    """The number of the line of this file that ends with a mark."""
-    found = [number for number, text in enumerate(LINES, start=1) if text.endswith(f"  # {mark}")]
-    assert len(found) == 1, f"{mark!r} marks {len(found)} lines"
-    return found[0]
 
 
 def the(guard: Guard, place: int = -1) -> Diagnosis:
@@ -981,6 +974,9 @@ def test_a_record_goes_through_json_and_into_words_whatever_it_holds(diagnosis: 
 
 def test_an_operand_of_which_nothing_is_known_goes_into_words() -> None:
     assert "eps" in Diagnosis(phase="forward", cause="unknown", operands=(Operand(name="eps"),)).report()
+    bad = Operand(name="output", dtype="float32", shape=(3, 2), low=0.0, high=0.0, num_nan=6)
+    text = Diagnosis(phase="forward", cause="unknown", operands=(bad,)).report()
+    assert "output: fp32 3 x 2, 6 NaN\n" in f"{text}\n", "without a finite value there is no range"
 
 
 def test_what_the_doctor_says_goes_through_json() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanguard
 from cpu import NO_BF16_LSTM, has_bf16_lstm
-from helpers import NAN, differences, everything, own_step, poisoned
+from helpers import NAN, differences, everything, line, own_step, poisoned
 from helpers import loss_fn as cross_entropy
 from nanguard import Guard
 from nanguard.diagnosis.authorship import line_that_makes_data
@@ -29,13 +29,6 @@ from nanguard.records.steps import Action, Flags, Incident, Outcome, Reading, Ve
 from nanguard.records.summary import closing_line
 
 LINES = Path(__file__).read_text().splitlines()
-
-
-def line(mark: str) -> int:
-    """The number of the line of this file that ends with a mark."""
-    found = [number for number, text in enumerate(LINES, start=1) if text.endswith(f"  # {mark}")]
-    assert len(found) == 1, f"{mark!r} marks {len(found)} lines"
-    return found[0]
 
 
 def samples() -> Tensor:

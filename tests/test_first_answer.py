@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
-from helpers import NAN
+from helpers import NAN, line
 from nanguard.records.diagnosis import Diagnosis
 
 INF = float("inf")
@@ -286,11 +286,6 @@ class Stack(nn.Module):
         return out
 
 
-def line(mark: str) -> int:
-    with open(__file__) as file:
-        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
-
-
 def trained(sync: Any, model: nn.Module, loss_fn: Any) -> Diagnosis:
     with nanguard.install(sync=sync) as autopilot:
         optimizer = SGD(model.parameters(), lr=0.01, fused=True)
@@ -398,7 +393,7 @@ def test_data_that_a_loop_goes_through_have_no_wrong_name(sync: Any) -> None:
             optimizer.step()
     found = first(autopilot.incidents)
     assert "values" not in found.because
-    assert "argument 0 holds NaN" in found.because
+    assert found.because.startswith("argument 0 of ")
 
 
 @SYNCS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import nanguard
-from helpers import TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
+from helpers import TINY_NET_LINE, TinyNet, build, differences, everything, loss_fn, make_batches, poisoned
 from nanguard import DropBadGradients, NonFiniteError, Policy, ProtocolError, Skip
 from nanguard.testing import Fault, inject
 from optimizers import ALL, FUSED
@@ -29,6 +29,14 @@ SYNCS = ["eager", "late"]
 def make_guard(**options: Any) -> tuple[nn.Module, Any, nanguard.Guard]:
     model, opt = build(ALL["fused AdamW"])
     return model, opt, nanguard.Guard(model, opt, **{"precision": "fp32", **options})
+
+
+def test_what_has_not_happened_is_counted_as_0() -> None:
+    _, _, guard = make_guard()
+    guard.step(loss_fn, make_batches(1)[0])
+    guard.settle()
+    names = ("applied", "skipped", "lost", "rerun", "backed_off", "rolled_back", "undone", "halted")
+    assert [guard.counts[name] for name in names] == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 class Incomparable:
@@ -495,7 +503,7 @@ guard.step(lambda m, b: m(b).sum(), torch.full((1, 2), float("nan")))
             guard.step(loss_fn, batch)
         assert caplog.messages == [
             " nanguard  step 1  the loss is NaN: step skipped, nothing changed\n"
-            "   where     first used at helpers.py:28, in inp (addmm, data, fp32)\n"
+            f"   where     first used at helpers.py:{TINY_NET_LINE}, in inp (addmm, data, fp32)\n"
             "               return self.out(self.drop(F.relu(self.norm(self.inp(x)))))\n"
             "   why       non-finite data: batch[0] holds NaN at [0, 0]\n"
             "   sample    index 0 of the batch\n"

@@ -471,7 +471,7 @@ def test_weights_and_random_states_are_those_of_the_step(program: Path) -> None:
     assert result.exit_code == 1
     assert "NOT reproduced: the step is finite here" in result.stdout
     assert "those of the entry are used" in result.stdout
-    assert "with capture='full'" in result.stdout
+    assert "capture='full' (nanguard run --capture full)" in result.stdout
     unlucky = next(seed for seed in range(20_000) if _first_draw(seed) > 0.999)
     drawn = fail(program, "drawing", "drawn", seed=unlucky)
     assert run("replay", drawn, "--entry", f"{program}:drawing", "--seed", 5).exit_code == 0

@@ -17,6 +17,8 @@ from torch.optim import SGD
 import nanguard
 from helpers import TinyNet, make_batches, poisoned
 from nanguard.diagnosis.examiner import Examiner
+from nanguard.incidents.reader import load
+from nanguard.replay.explain import about, find
 from nanguard.runlog.reader import read_run
 
 STEPS, EVERY = 400, 4
@@ -45,7 +47,7 @@ def test_a_frequent_fault_is_told_in_few_lines(
             optimizer.step()
     assert len(autopilot.incidents) == STEPS // EVERY
     assert len(caplog.text.splitlines()) < 60
-    assert f"same as step 3: {'no step was made of it' if catches else 'step skipped'}" in caplog.text
+    assert f"same as step 3: {'not used for training' if catches else 'step skipped'}" in caplog.text
     assert "(30 times now)" in caplog.text
     assert "(31 times now)" not in caplog.text
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 5 << 20
@@ -56,6 +58,10 @@ def test_a_frequent_fault_is_told_in_few_lines(
     assert [incident.outcome.verdict.reading.step for incident in incidents] == expected
     causes = {incident.outcome.diagnosis and incident.outcome.diagnosis.cause for incident in incidents}
     assert causes == {"input_nonfinite"}
+    saved = [load(folder) for folder in find(tmp_path)[0]]
+    assert len(saved) < len(incidents)
+    words = f"repeated  {len(incidents)} times, first at step 3, last at step {expected[-1]}"
+    assert words in "\n".join(about(saved, tmp_path, brief=True)), "also those that were not saved are counted"
 
 
 PROGRAM = """

@@ -55,7 +55,7 @@ def diagnosis(**given: Any) -> Diagnosis:
 def test_incidents_are_printed_as_one_line_for_each() -> None:
     happened = "step 66: the loss is NaN: step skipped, nothing changed"
     assert str(Incidents([incident(diagnosis()), incident()])) == f"{happened} (overflow of fp16)\n{happened}"
-    assert str(Incidents()) == "no incidents"
+    assert str(Incidents()) == repr(Incidents()) == "no incidents"
 
 
 def test_first_what_and_what_was_done_then_where_why_sample_fix_and_what_was_saved() -> None:

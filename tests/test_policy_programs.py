@@ -11,16 +11,11 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.optim import SGD, Adam
 
 import nanguard
-from helpers import NAN
+from helpers import NAN, line
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.panel import headline
 
 BAD, STEPS = 3, 6
-
-
-def line(mark: str) -> int:
-    with open(__file__) as file:
-        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
 
 
 def only(incidents: Any) -> Diagnosis:
@@ -142,7 +137,7 @@ def test_an_agent_that_chooses_an_action_makes_no_step(sync: Any) -> None:
     )
     assert found.network == "actor, trained by actor_optimizer"
     assert headline(incident.outcome) == (
-        "the output of the model is NaN or Inf: no step was made of it, nothing changed"
+        "the output of the model is NaN or Inf: not used for training, nothing changed"
     )
     assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (STEPS + STEPS // 2, 0)
 
@@ -260,7 +255,7 @@ def test_nan_that_makes_the_program_raise_without_gradients_is_explained(sync: A
     assert (found.cause, found.phase, at(found)) == ("input_nonfinite", "data", line("acts"))
     assert found.because == "state, which act() was given, holds NaN at [2, 1]"
     assert headline(incident.outcome) == (
-        "a call that raised was given NaN or Inf: no step was made of it, nothing changed"
+        "a call that raised was given NaN or Inf: not used for training, nothing changed"
     )
     assert incident.outcome.did.startswith("the program raised ValueError: Expected parameter logits")
     assert (autopilot.counts["applied"], autopilot.counts["skipped"]) == (BAD, 0)

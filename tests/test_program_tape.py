@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
-from helpers import NAN
+from helpers import NAN, line
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.step.tape_recorder import TapeRecorder
 
@@ -27,11 +27,6 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert TapeRecorder._active.mode is None
     assert torch._C._len_torch_function_stack() == 0
-
-
-def line(mark: str) -> int:
-    with open(__file__) as file:
-        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
 
 
 def only(incidents: Any) -> Diagnosis:

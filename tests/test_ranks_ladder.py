@@ -119,7 +119,7 @@ def test_the_same_batches_are_stepped_over_on_both_ranks(ranks: Ranks, pair: dic
         assert_alike(results)
         for result in results:
             assert responses(result) == ["skip", "skip", "roll_back"]
-            assert result["climb"][2]["did"].endswith("batches 8 to 10 are stepped over")
+            assert result["climb"][2]["did"].endswith("batches 8 to 10 are skipped")
             assert result["finite"]
     assert_same_either_way(ranks(pair["eager"]), ranks(pair["late"]))
 

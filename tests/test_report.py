@@ -31,6 +31,7 @@ from nanguard.cli import app
 from nanguard.errors import ReportError, RunLogError
 from nanguard.records.markup import Markup, embedded, tag
 from nanguard.records.steps import Outcome
+from nanguard.replay.runs import in_one_line
 from nanguard.report import page
 from nanguard.report.html import story as storied
 from nanguard.report.html.kinds import KINDS, marks_of
@@ -335,6 +336,15 @@ def test_optimizers_that_are_guarded_on_their_own_have_curves_of_their_own(tmp_p
     assert [curve["label"] for curve in panels["norm"]] == ["D · critic", "G · maker"]
     assert [unpacked(curve["y"])[3] for curve in panels["norm"]] == [pytest.approx(1 + 0.5 * math.cos(3)), 2.0]
     assert "D (AdamW), G (AdamW)" in Outline(report.html).text
+    assert "<dt>optimizer</dt>" in report.html
+    assert "12 steps, 1 incident" in in_one_line(tmp_path)
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_the_only_optimizer_of_a_run_is_not_named(tmp_path: Path) -> None:
+    lines = [header(optimizer="optimizer"), step_line(0, optimizer="optimizer", skipped=True)]
+    log = write_log(tmp_path, *lines, {**incident_line(1, outcome(0)), "optimizer": "optimizer"})
+    assert "<dt>optimizer</dt>" not in make_report([log]).html
 
 
 @pytest.mark.usefixtures("no_plotly")
@@ -533,6 +543,10 @@ def test_the_command_writes_beside_the_log(
     assert done.stdout.splitlines()[-1] == str(out)
     assert "90 steps: 5 skipped" in done.stdout
     assert opened == [out.as_uri()]
+    narrow = CliRunner().invoke(app, ["report", str(folder)], env={"FORCE_COLOR": "1", "COLUMNS": "60"})
+    *sentence, path = narrow.stdout.splitlines()
+    assert max(map(len, sentence)) <= 60 < len(" ".join(sentence)), "as wide as the terminal"
+    assert (" ".join(sentence), path) == tuple(done.stdout.splitlines()), "words and paths are not broken"
     assert "Plotly" in out.read_text()
     again = CliRunner().invoke(app, ["report", str(folder / "run.jsonl"), "--json", "--out", str(tmp_path / "x.html")])
     told = json.loads(again.stdout)

@@ -245,6 +245,11 @@ CHILDREN = """
         ("train(0); begin('fork', 0)", ["finite", "finite"], "1 child process guarded too: 3 steps, 1 not applied"),
         ("os.fork() or (train(0), os._exit(0)); os.wait()", ["nan"], "a child process was started"),
         ("load('fork'), load('spawn')", [], ""),
+        (
+            "pool = mp.get_context('spawn').Pool(1); pool.map(train, [0]); pool.close(); pool.join()",
+            ["nan"],
+            "a child process was started",
+        ),
         pytest.param("mp.get_context('spawn').Manager()", [], "", marks=pytest.mark.campaign),
     ],
 )
@@ -302,6 +307,28 @@ def test_a_bad_step_is_told_on_stderr_and_kept(tmp_path: Path) -> None:
     assert [step.step for step in run.steps if step.skipped] == [2, 3]
     again = done(*NANGUARD, name, cwd=tmp_path)
     assert "nanguard-runs/train-2/" in again.stderr.replace(os.sep, "/")
+
+
+WARNS = """
+    import warnings
+    import torch
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        warnings.warn("an old option")
+        x = torch.rand(4, 3) * (step != 2)
+        loss = (model(x) / x.sum()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_warning_of_the_program_is_not_shown_again_after_an_incident(tmp_path: Path) -> None:
+    name = script(tmp_path, WARNS)
+    plain, guarded = (done(*command, name, cwd=tmp_path) for command in (PYTHON, NANGUARD))
+    assert "step skipped" in guarded.stderr
+    assert plain.stderr.count("an old option") == guarded.stderr.count("an old option")
 
 
 def test_quietly(tmp_path: Path) -> None:

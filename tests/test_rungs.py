@@ -269,8 +269,8 @@ def test_a_diverging_run_goes_back_with_a_smaller_learning_rate(sync: str, caplo
         guard.step(squares, batch)
     assert set(climb(guard)) == {"roll_back"}
     did = [incident.outcome.did for incident in guard.incidents]
-    assert "stepped over" not in did[0], "all again"
-    assert did[1].endswith("are stepped over"), "again but for the batches at which it happened"
+    assert "skipped" not in did[0], "all again"
+    assert did[1].endswith("are skipped"), "again but for the batches at which it happened"
     assert "learning rate multiplied by 0.25, now 0.0125" in did[2]
     assert "the weights: they have become worse; the data have not become harder" in caplog.text
     with torch.no_grad():

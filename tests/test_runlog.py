@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -461,6 +463,18 @@ class TestFolder:
             write_steps(logs[place], place)
         assert [log.path.parent.name for log in logs] == ["train-3", "train-4", "train-2"]
         assert [steps_in(log.path) for log in logs] == [[0], [1], [2]]
+
+    def test_threads_that_begin_at_the_same_time_share_it(self, tmp_path: Path) -> None:
+        for number in range(50):
+            folder, start = RunFolder(tmp_path / str(number) / "train", is_new=True), threading.Barrier(4)
+
+            def make(folder: RunFolder = folder, start: threading.Barrier = start) -> Path:
+                start.wait()
+                return folder.make()
+
+            with ThreadPoolExecutor(4) as pool:
+                made = [each.result() for each in [pool.submit(make) for _ in range(4)]]
+            assert set(made) == {folder.path} == set((tmp_path / str(number)).iterdir())
 
     def test_where_it_cannot_be_made_the_run_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").touch()

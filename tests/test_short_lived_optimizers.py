@@ -15,12 +15,6 @@ from test_other_loops import Energy, records
 from test_run import NANGUARD, done, script
 from test_training_loops import found_in
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 # ---- optimizers that live for one batch ------------------------------------------------------------------------------
 
 

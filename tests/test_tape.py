@@ -16,10 +16,11 @@ from torch.optim import SGD, AdamW
 from torch.overrides import TorchFunctionMode
 
 import nanguard
-from helpers import TinyNet, differences, everything, make_batches
+from helpers import TinyNet, differences, everything, line, make_batches
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.step import tape_recorder
+from nanguard.step.module_rows import SWEEP_AFTER_CALLS
 from nanguard.step.tape import CallTape, Outside, Row, tokens
 from nanguard.step.tape_recorder import TapeRecorder
 
@@ -39,11 +40,6 @@ def nothing_is_left() -> Iterator[None]:
         gc.collect()  # a guard that was not closed leaves nothing once it is gone
     assert vars(torch.autograd.Function)["apply"] is apply
     assert torch._C._len_torch_function_stack() == 0
-
-
-def line(mark: str) -> int:
-    with open(HERE) as file:
-        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {mark}"))
 
 
 def network(device: str = "cpu", width: int = 3) -> nn.Module:
@@ -409,7 +405,7 @@ def test_an_evaluation_with_gradients_on_does_not_pile_up() -> None:
             refs.append(weakref.ref(x))
             model(x).softmax(-1).sum().item()
         del x
-        assert sum(ref() is not None for ref in refs) <= 2 * tape_recorder._SWEEP_AFTER_CALLS
+        assert sum(ref() is not None for ref in refs) <= 2 * SWEEP_AFTER_CALLS
 
 
 class Doubling(TorchFunctionMode):

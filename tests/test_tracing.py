@@ -206,7 +206,7 @@ def test_after_an_incident_few_steps_are_traced_and_the_same_kind_is_not_searche
             traced += [number] if traced_ops.total() > before else []
         assert traced[: search.BURST] == list(range(search.BURST))
         assert len(traced) < 40, "after the burst only as many as fit into a small share of the time"
-        autopilot._monitor.registry._search._open.clear()  # as if it had been given up
+        autopilot._monitor.registry._shared.search._open.clear()  # as if it had been given up
         before = traced_ops.total()
         for _ in range(5):
             program.step(bad_slope)

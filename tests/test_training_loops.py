@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,23 +17,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
-from helpers import NAN
+from helpers import NAN, line
 from nanguard.records.diagnosis import Diagnosis
 from test_run import NANGUARD, done, script
 
 INF = float("inf")
 SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def line(mark: str) -> int:
-    """The number of the line that ends in this comment."""
-    lines = inspect.getsource(sys.modules[__name__]).splitlines()
-    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
 
 
 def found_in(autopilot: Any) -> list[Diagnosis]:

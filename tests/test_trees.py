@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.rnn import pack_sequence
+from torch.optim import SGD
 
+import nanguard
 from nanguard.state import optimizer_state
 from nanguard.state.trees import leaves, mapped, named_tensors, tensors, tensors_returned
 
@@ -193,3 +195,51 @@ def test_a_result_may_be_a_container_with_attributes() -> None:
     output = Output(logits=B)
     output.loss = A
     assert [id(tensor) for tensor in tensors_returned(output)] == [id(B), id(A)]
+
+
+class Shy(Mapping[str, Any]):
+    """Only single entries can be read."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("read single entries only")
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class ShyList(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("read single entries only")
+
+
+class OfShy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, first: Shy, second: ShyList) -> Shy:
+        return Shy(out=self.inner(first["x"]) + second[0])
+
+
+def test_what_a_container_raises_as_it_is_read_does_not_reach_the_program() -> None:
+    shy = Shy(x=2.0)
+    assert list(leaves([1.0, shy])) == [1.0, shy]
+    assert list(tensors(ShyList([torch.ones(1)]))) == []
+    with nanguard.install() as autopilot:
+        model = OfShy()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            x = torch.full((3, 4), float("nan") if step == 2 else 1.0)
+            out = model(Shy(x=x), ShyList([torch.ones(3, 1)]))["out"]
+            optimizer.zero_grad()
+            out.mean().backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert incident.outcome.verdict.reading.step == 2
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -14,28 +12,8 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
-from nanguard.records.diagnosis import Diagnosis
-
-SYNCS = pytest.mark.parametrize("sync", ["late", "eager"])
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def line(mark: str) -> int:
-    """The number of the line that ends in this comment."""
-    lines = inspect.getsource(sys.modules[__name__]).splitlines()
-    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-
-
-def found_in(autopilot: Any) -> list[Diagnosis]:
-    return [incident.diagnosis for incident in autopilot.incidents]
-
-
-def place(found: Diagnosis) -> tuple[str, int | None]:
-    return found.op, None if found.source is None else found.source.line
+from helpers import line
+from test_training_loops import SYNCS, found_in, place
 
 
 @SYNCS

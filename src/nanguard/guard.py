@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -113,7 +114,7 @@ class Guard:
             self._parts,
             sync=self.sync,
             accumulate=accumulate,
-            snapshots=choose_snapshots(snapshots, policy, self._parts.state.device),
+            snapshots=choose_snapshots(snapshots, policy),
             diagnose=diagnose,
             capture=capture,
             run_dir=run_dir,
@@ -257,7 +258,7 @@ class Guard:
 
         ``rolled_back`` says how often the run went back, ``undone`` by how many steps in all.
         """
-        return dict(self._parts.journal.counts)
+        return Counter(self._parts.journal.counts)  # 0 for what has not happened
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}={number}" for name, number in self.counts.items())

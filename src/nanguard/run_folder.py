@@ -17,14 +17,30 @@ class RunFolder:
     def __init__(self, path: str | Path, *, is_new: bool = False) -> None:
         self.path = Path(path)
         self.is_made = False
-        self._is_new = is_new
+        self._asked, self._is_new = self.path, is_new
         self._waiting: list[str] = []
+        self._claims: dict[str, Path] = {}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if they were asked for alike: settings with one of them are compared."""
+        return isinstance(other, RunFolder) and (self._asked, self._is_new) == (other._asked, other._is_new)
+
+    def __hash__(self) -> int:
+        return hash((self._asked, self._is_new))
 
     def make(self) -> Path:
-        """The folder, which exists when this returns. Raises ``OSError`` if it cannot be made."""
+        """The folder, which exists when this returns. Raises ``OSError`` if it cannot be made.
+
+        Threads may call it at the same time: all get the same folder. There is no lock, since a process that is forked
+        while another thread holds one would wait for ever.
+        """
         if not self.is_made:
             if self._is_new:
-                self.path = _claimed(self.path)
+                claimed = _claimed(self.path)
+                first = self._claims.setdefault("path", claimed)  # one step in Python: the first thread decides
+                if first is not claimed:
+                    claimed.rmdir()
+                self.path = first
             else:
                 self.path.mkdir(parents=True, exist_ok=True)
             self.is_made = True

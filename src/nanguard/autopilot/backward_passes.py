@@ -18,18 +18,18 @@ class BackwardPasses:
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[int, Iteration] = {}
+        self.under_way: dict[int, Iteration] = {}
 
     @property
     def is_in_one(self) -> bool:
         """Whether this thread is."""
-        return threading.get_ident() in self._under_way
+        return threading.get_ident() in self.under_way
 
     def begin(self, iteration: Iteration) -> None:
-        self._under_way[threading.get_ident()] = iteration
+        self.under_way[threading.get_ident()] = iteration
 
     def end(self) -> None:
-        self._under_way.pop(threading.get_ident(), None)
+        self.under_way.pop(threading.get_ident(), None)
 
     def step(
         self, coordinator: StepCoordinator, hosted: HostedStep, call: ProgramCall, *, check_afterwards: bool
@@ -45,7 +45,7 @@ class BackwardPasses:
 
     def _iteration_of(self, hosted: HostedStep) -> Iteration | None:
         """Of the pass inside which this optimizer steps; None if it is not known."""
-        passes = self._under_way
+        passes = self.under_way
         for thread in (threading.get_ident(), hosted.thread):
             if thread in passes:
                 return passes[thread]

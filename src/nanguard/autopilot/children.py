@@ -3,6 +3,7 @@
 Functions that run in a ``multiprocessing.Process``, forked or spawned, are guarded there. Others are not, which the
 closing line mentions: a forked process reports whether it computes gradients, through a shared byte of memory. Nothing
 is known about a spawned one, so it counts, unless it is a worker of a DataLoader or a server of ``multiprocessing``.
+Most pools prepare data, so spawned workers of a pool count only if the program itself computes no gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Children:
         self._num_forked = 0
         self._number: int | None = None
         self.num_spawned = 0
+        self.num_in_pools = 0
         _watch_forks(self, when_forked)
 
     @property
@@ -53,8 +55,9 @@ class Children:
 
     def may_train(self, process: multiprocessing.process.BaseProcess) -> bool:
         """Whether a process that is about to be started counts. Forked ones are counted if they compute gradients."""
-        method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
-        return method != "fork" and self.is_parent and not _is_helper(process)
+        is_spawned = self.is_parent and not _is_forked(process)
+        self.num_in_pools += is_spawned and _is_in_pool(process)
+        return is_spawned and not _is_helper(process)
 
     def guard(self, process: multiprocessing.process.BaseProcess) -> bool:
         """Lets the function of a process that is about to be started run guarded. False if it has none, or cannot."""
@@ -96,11 +99,23 @@ class Children:
         self._number = self._num_forked - 1
 
 
+def _is_forked(process: multiprocessing.process.BaseProcess) -> bool:
+    return (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) == "fork"
+
+
 def _is_helper(process: multiprocessing.process.BaseProcess) -> bool:
     """A worker of a DataLoader or of a pool, or the server of a ``multiprocessing.Manager``."""
+    return _module_of(process).startswith(("torch.utils.data.", "multiprocessing.", "concurrent."))
+
+
+def _is_in_pool(process: multiprocessing.process.BaseProcess) -> bool:
+    return _module_of(process).startswith(("multiprocessing.pool", "concurrent.futures"))
+
+
+def _module_of(process: multiprocessing.process.BaseProcess) -> str:
+    """Of the function that it runs."""
     target: Any = getattr(process, "_target", None)
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith(("torch.utils.data.", "multiprocessing.", "concurrent."))
+    return getattr(target, "__module__", None) or ""
 
 
 def _watch_forks(children: Children, when_forked: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ class Autopilot:
     @property
     def counts(self) -> dict[str, int]:
         """How many steps were applied, skipped, and so on, over all optimizers."""
-        return dict(self._monitor.registry.counts)
+        return Counter(self._monitor.registry.counts)  # 0 for what has not happened
 
     @property
     def has_guard(self) -> bool:
@@ -107,6 +108,11 @@ class Autopilot:
     def num_children(self) -> int:
         """How many processes that are not guarded, and may train, the program has started."""
         return self._monitor.children.count
+
+    @property
+    def num_in_pools(self) -> int:
+        """How many workers of pools, which are not guarded, the program has spawned. Most prepare data."""
+        return self._monitor.children.num_in_pools
 
     @property
     def of_children(self) -> str:

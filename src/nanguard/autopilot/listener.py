@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -82,7 +83,8 @@ class CallListener:
         if kind in self._wrapped:
             return
         own = self._wrapped[kind] = vars(kind).get("__call__")
-        threads, listed = self._threads, self._listed
+        threads, listed, called = self._threads, self._listed, self._called
+        begins, recorder = self._begins, self._recorder
 
         @functools.wraps(kind.__call__)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,26 +97,24 @@ class CallListener:
             here = threads.here
             if here.module is not None:
                 return original(*args, **kwargs)
-            here.module = module
+            here.module, record = module, None
             try:
-                return self._record(original, module, args, kwargs)
+                calls, is_taped = begins(listed[id(module)][1])
+                if is_taped or calls is not None:
+                    record = recorder.begin(calls, args, kwargs, sys._getframe(1), is_taped=is_taped)
+                if id(module) not in called and torch.is_grad_enabled():  # it may validate with what it trains in parts
+                    called.add(id(module))
+                if record is None:
+                    return original(*args, **kwargs)
+                record.called = module
+                try:
+                    output = original(*args, **kwargs)
+                except BaseException:
+                    recorder.raised(record)
+                    raise
+                recorder.end(module, record, output)
+                return output
             finally:
                 here.module = None
 
         kind.__call__ = call  # type: ignore[method-assign]
-
-    def _record(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        calls, is_taped = self._begins(self._listed[id(module)][1])
-        if torch.is_grad_enabled():  # a program may validate with a module whose parts it trains
-            self._called.add(id(module))
-        call = self._recorder.begin(calls, args, kwargs, is_taped=is_taped)
-        if call is None:
-            return original(*args, **kwargs)
-        call.called = module
-        try:
-            output = original(*args, **kwargs)
-        except BaseException:
-            self._recorder.raised(call)
-            raise
-        self._recorder.end(module, call, output)
-        return output

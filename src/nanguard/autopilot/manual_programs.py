@@ -34,6 +34,11 @@ class ManualPrograms(ABC):
         self._manual: ManualUpdate | None = None
         self.first_pass = FirstPass(is_wanted=is_examined)
 
+    @property
+    def is_manual(self) -> bool:
+        """Whether the program was seen to update tensors itself."""
+        return self._manual is not None
+
     def before_grad(self, outputs: Any, inputs: Any) -> None:
         """The program is about to call ``torch.autograd.grad``, which frees the graph."""
         if not self._with_optimizer:
@@ -83,7 +88,7 @@ class ManualPrograms(ABC):
                 self._attach(manual.hosted)
                 self._tracer.stop()
             manual.step(self._iteration)
-        self._after_step(self._coordinator)
+        self.after_step(self._coordinator)
 
     @property
     def _has_no_optimizer(self) -> bool:
@@ -119,7 +124,7 @@ class ManualPrograms(ABC):
     def _examine_trace(self, loss: Tensor | None) -> None: ...
 
     @abstractmethod
-    def _after_step(self, coordinator: StepCoordinator) -> None: ...
+    def after_step(self, coordinator: StepCoordinator) -> None: ...
 
     @abstractmethod
     def _at_work(self, failure: str) -> AtWork: ...

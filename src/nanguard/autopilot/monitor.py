@@ -20,6 +20,7 @@ from nanguard.autopilot.listener import CallListener
 from nanguard.autopilot.manual_programs import ManualPrograms
 from nanguard.autopilot.manual_update import leaves_of, losses_in
 from nanguard.autopilot.own_work import AtWork, Busy, Threads
+from nanguard.autopilot.plain import PlainSteps
 from nanguard.autopilot.registry import Registry, hosted_step_of, use_scaler
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
@@ -54,11 +55,11 @@ class ProgramMonitor(ManualPrograms):
         self._tracer = Tracer(in_step=lambda: self._iteration.has_begun, is_nested=lambda: self.is_nested)
         self.taper = ProgramTape(self._random_states, is_wanted=settings.diagnose != "off")
         self._busy, self._making = Busy(self._threads, self.taper), threading.RLock()
-        self._noting = self._at_work("what a step may change could not be noted")
         self._noting_losses = self._at_work("a loss could not be noted")
         self._recorder = CallRecorder("cpu", self.taper)
         self._listener = CallListener(self.before_forward, self._recorder, self._threads)
         self.children = Children(self._leave_alone, settings)
+        self.plain = PlainSteps(self, self._threads, self._passes, self._tracer)
 
     # ---- what the program does -----------------------------------------------------------------------------------
 
@@ -122,10 +123,11 @@ class ProgramMonitor(ManualPrograms):
         Returns the list that the call is recorded in, None if it is not, and whether the tape was paused for it.
         """
         registry, here, taper = self.registry, self._threads.here, self.taper
-        registry.used.add(root)
+        if root not in registry.used:
+            registry.used.add(root)
         if registry.new:
             self.guard_new_optimizers(in_call=True)
-        if here.depth or self.is_closed or _compat_modes.is_in_backward() or _compat_modes.is_capturing():
+        if here.depth or self.is_closed or _compat_modes.current_pass() != -1 or _compat_modes.is_capturing():
             return None, False
         coordinator, hosted_steps = here.coordinator, registry.hosted_steps
         is_training = torch.is_grad_enabled()
@@ -135,20 +137,29 @@ class ProgramMonitor(ManualPrograms):
                 self._tracer.resume()
             if not taper.is_on:
                 self._begin_tape(coordinator, hosted_steps)
-            taper.before_call()
+            if taper.tape is not None and (taper.tape.losses or not taper.tape.is_settled):
+                taper.before_call()
         elif not coordinator.iteration.has_begun:
             taper.before_evaluation(root)
         was_taping = taper.pause()
-        with self._noting:
+        here.depth += 1
+        try:
             for hosted in hosted_steps:
                 if root in hosted.root_identities:
                     if is_training:
                         coordinator.before_forward(hosted)
                     else:
                         hosted.before_evaluation()
+        except NonFiniteError:
+            raise
+        except Exception:
+            log.exception("nanguard: what a step may change could not be noted")
+        finally:
+            here.depth -= 1
         if not is_training:
             return None, was_taping
-        coordinator.begin_iteration()
+        if coordinator.iteration.stepped:
+            coordinator.begin_iteration()
         return coordinator.iteration.calls, was_taping
 
     def _attach(self, hosted: HostedStep | None) -> None:
@@ -205,7 +216,7 @@ class ProgramMonitor(ManualPrograms):
         if self._iteration.in_backward is not None:
             with self._at_work("a step inside a backward pass could not be examined"):
                 self._coordinator.end_backward(answers=answers)
-            self._after_step(self._coordinator)
+            self.after_step(self._coordinator)
 
     def before_scaler_step(self, optimizer: Optimizer, scaler: Any) -> int:
         """The program's GradScaler is about to step this optimizer, or to skip it. Returns ``num_calls``."""
@@ -274,12 +285,17 @@ class ProgramMonitor(ManualPrograms):
         except Exception:
             if call.has_raised:  # an error of the program
                 raise
-            log.exception("nanguard failed at a step of %s, which is not guarded from now on", type(optimizer).__name__)
-            self.registry.remove(hosted)
+            self.leave_to_program(hosted)
             return call.result if call.is_called else call()
         if not is_nested:
-            self._after_step(here.coordinator)
+            self.after_step(here.coordinator)
         return result if call.is_called else otherwise
+
+    def leave_to_program(self, hosted: HostedStep) -> None:
+        """After an error of ours: logs it, and the program goes on without us."""
+        name = type(hosted.optimizer).__name__
+        log.exception("nanguard failed at a step of %s, which is not guarded from now on", name)
+        self.registry.remove(hosted)
 
     def _step_and_check(self, hosted: HostedStep, call: ProgramCall, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
@@ -307,8 +323,10 @@ class ProgramMonitor(ManualPrograms):
         return self._threads.here.coordinator.iteration
 
     def note_cleared(self) -> None:
-        """The program has set gradients to zero."""
-        self._threads.here.coordinator.note_cleared()
+        """The program has set gradients to zero: what losses gave before is gone."""
+        this = self._threads.here.coordinator.iteration
+        if not this.stepped:
+            this.num_cleared = len(this.losses)
 
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
@@ -325,7 +343,7 @@ class ProgramMonitor(ManualPrograms):
         if (hosted_steps or self.registry.new) and not (self._tracer.is_used and self._tracer.live is not None):
             self.taper.follow(coordinator, is_alone=len(hosted_steps) == 1)
 
-    def _after_step(self, coordinator: StepCoordinator) -> None:
+    def after_step(self, coordinator: StepCoordinator) -> None:
         hosted_steps, this = self.registry.hosted_steps, coordinator.iteration
         is_over = len(hosted_steps) == 1 and hosted_steps[0].sync == "eager"  # else it may have to be examined
         if not this.calls:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.errors import NonFiniteError
@@ -22,7 +22,7 @@ log = logging.getLogger("nanguard")
 class ThreadState:
     """Of one thread: its step under way, the outermost module that is being called, and our own work."""
 
-    __slots__ = ("coordinator", "depth", "module", "was_taping")
+    __slots__ = ("coordinator", "depth", "loss", "module", "was_taping")
 
     def __init__(self, coordinator: StepCoordinator) -> None:
         self.coordinator = coordinator
@@ -30,6 +30,8 @@ class ThreadState:
         self.depth = 0
         """How many contexts of our own work are entered."""
         self.was_taping = False
+        self.loss: Tensor | None = None
+        """Of a backward pass that has been noted already, and is about to begin."""
 
 
 class Threads(threading.local):

@@ -22,6 +22,7 @@ from nanguard import _compat, _compat_data, _compat_modes
 from nanguard.autopilot.averages import without_bad_batches
 from nanguard.autopilot.closures import step_with_closure, taped
 from nanguard.autopilot.monitor import ProgramMonitor
+from nanguard.autopilot.plain import NOT_MADE
 from nanguard.autopilot.registry import num_calls_of
 from nanguard.hosted.clipping import clip_to_norm, clipped_by_value, clipped_to_norm, total_norm
 from nanguard.hosted.handshake import announce
@@ -108,9 +109,14 @@ class Patches:
         monitor = self._monitor
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            is_recording = _compat.is_recording()
+            if not (is_recording or args or kwargs or CLAIMED in vars(optimizer)):
+                result = monitor.plain.step(optimizer, original)
+                if result is not NOT_MADE:
+                    return result
             if _compat_modes.current_pass() != -1 and monitor.is_running_again:
                 return None
-            if _compat.is_recording() or monitor.is_idle or CLAIMED in vars(optimizer):
+            if is_recording or monitor.is_idle or CLAIMED in vars(optimizer):
                 monitor.children.trains()
                 return original(optimizer, *args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
@@ -135,9 +141,12 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if not _compat.is_recording() and monitor.taper.is_begun and not monitor.is_idle:
-                monitor.taper.stop()  # before torch tells its modes of this call: inside it they cannot be left
-            original(tensor, *args, **kwargs)
+            if _compat.is_recording():
+                original(tensor, *args, **kwargs)
+            elif args or kwargs or not monitor.plain.backward(tensor, original):
+                if monitor.taper.is_begun and not monitor.is_idle:
+                    monitor.taper.stop()
+                original(tensor, *args, **kwargs)
 
         return backward
 
@@ -145,7 +154,11 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if _compat.is_recording() or monitor.is_aside:
+            is_recording = _compat.is_recording()
+            if not is_recording and monitor.plain.is_noted(tensors):
+                original(tensors, *args, **kwargs)
+                return
+            if is_recording or monitor.is_aside:
                 monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return
@@ -192,7 +205,7 @@ class Patches:
                 if was_taping:
                     monitor.taper.go_on(True)
             monitor.note_cleared()
-            if not monitor.registry.has_hosted_steps:  # the first step: later a batch, or the end of a step, tells
+            if not monitor.registry.entries:  # the first step: later a batch, or the end of a step, tells
                 monitor.begin_taping()
 
         return zero_grad

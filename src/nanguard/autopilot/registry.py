@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 import weakref
@@ -18,12 +17,12 @@ from torch.optim import Optimizer
 
 from nanguard.autopilot.averages import unsound_averages
 from nanguard.autopilot.live_modules import LiveModules
-from nanguard.diagnosis.search import Search
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.joining import CLAIMED, Program, is_claimed
 from nanguard.hosted.loop import HostedLoop
 from nanguard.hosted.names import name_being_assigned, names_in_call, names_in_sight
 from nanguard.hosted.settings import Settings
+from nanguard.hosted.shared import Shared
 from nanguard.hosted.step import HostedStep
 from nanguard.hosted.trained_modules import (
     TrainedModules,
@@ -68,11 +67,11 @@ class Registry:
         self.new: list[NewOptimizer] = []
         """Until they have a hosted step: other threads may use them, and wait as long as they are here."""
         self._num_expected = 0
-        self._entries: list[tuple[weakref.ref[HostedStep], Journal]] = []
+        self.entries: list[tuple[weakref.ref[HostedStep], Journal]] = []
         self._changing = threading.RLock()
         self._past: Counter[str] = Counter()
         self._past_incidents: list[Incident] = []
-        self._search = Search()
+        self._shared = Shared()
         self._past_not_kept = self._past_refused = 0
         self._past_unsound: tuple[str, ...] = ()
         self._loops: list[HostedLoop] = []
@@ -81,7 +80,6 @@ class Registry:
         """Identities of outermost modules that the program has called."""
         self.num_optimizers = 0
         """How many have been guarded, including those that no longer exist."""
-        self._numbers = itertools.count(1)
         self._networks: weakref.WeakKeyDictionary[HostedStep, str] = weakref.WeakKeyDictionary()
         self.has_guard = False
         self.unguarded: list[str] = []
@@ -90,20 +88,20 @@ class Registry:
     def hosted_steps(self) -> list[HostedStep]:
         """Of optimizers that still exist, but for those that loops of frameworks guard."""
         own = []
-        for ref, _ in self._entries:
+        for ref, _ in self.entries:
             hosted = ref()
             if hosted is not None and CLAIMED not in vars(hosted.optimizer):
                 own.append(hosted)
-        if len(own) < len(self._entries):
+        if len(own) < len(self.entries):
             self._forget(None)
-            self.has_guard = self.has_guard or len(own) < len(self._entries)
+            self.has_guard = self.has_guard or len(own) < len(self.entries)
         return own
 
     def _forget(self, which: HostedStep | None) -> None:
         """Removes one, or with None those that no longer exist: a program may make thousands. The counts are kept."""
         with self._changing:
-            for entry in [entry for entry in self._entries if entry[0]() is which]:
-                self._entries.remove(entry)
+            for entry in [entry for entry in self.entries if entry[0]() is which]:
+                self.entries.remove(entry)
                 self._past.update(entry[1].counts)
                 self._past_incidents += entry[1].incidents
                 self._past_not_kept += entry[1].num_not_kept
@@ -111,7 +109,7 @@ class Registry:
     @property
     def has_hosted_steps(self) -> bool:
         """Whether there are ``hosted_steps``, or were a moment ago."""
-        return bool(self._entries)
+        return bool(self.entries)
 
     def expect(self, optimizer: Optimizer) -> list[nn.Module]:
         """Notes an optimizer that the program is making. Returns the outermost modules that it trains."""
@@ -175,7 +173,7 @@ class Registry:
         vars(optimizer)[_ATTRIBUTE] = hosted
         self._networks[hosted] = _network_name(hosted, names)
         with self._changing:
-            self._entries.append((weakref.ref(hosted), hosted.parts.journal))
+            self.entries.append((weakref.ref(hosted), hosted.parts.journal))
         self._tell_networks()
         return hosted
 
@@ -202,8 +200,7 @@ class Registry:
             self._settings,
             name=name,
             shares=shares,
-            search=self._search,
-            numbers=self._numbers,
+            shared=self._shared,
         )
 
     def _trains_one_of_several(self, optimizer: Optimizer) -> bool:
@@ -236,7 +233,7 @@ class Registry:
         self._networks[new] = self._networks.get(hosted, "")
         vars(hosted.optimizer)[_ATTRIBUTE] = new
         with self._changing:
-            self._entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self._entries]
+            self.entries = [(weakref.ref(new) if ref() is hosted else ref, journal) for ref, journal in self.entries]
         self._tell_networks()
         return new
 
@@ -261,8 +258,7 @@ class Registry:
         """For loops that are made by adapters."""
         return Program(
             settings=self._settings,
-            search=self._search,
-            numbers=self._numbers,
+            shared=self._shared,
             adopt=self._adopt,
             release=self._release,
         )
@@ -295,7 +291,7 @@ class Registry:
     @property
     def incidents(self) -> Incidents:
         """Of all optimizers, as far as the host knows, in the order in which they happened."""
-        found = [*self._past_incidents, *(incident for _, journal in self._entries for incident in journal.incidents)]
+        found = [*self._past_incidents, *(incident for _, journal in self.entries for incident in journal.incidents)]
         found += [incident for loop in self._loops for incident in loop.incidents]
         return Incidents(sorted(found, key=lambda incident: incident.number))
 
@@ -303,7 +299,7 @@ class Registry:
     def counts(self) -> Counter[str]:
         """Steps applied, skipped and so on, of all optimizers."""
         total = Counter(self._past)
-        for _, journal in self._entries:
+        for _, journal in self.entries:
             total.update(journal.counts)  # adding would leave out what is zero
         for loop in self._loops:
             total.update(loop.counts)
@@ -313,19 +309,19 @@ class Registry:
     def num_not_kept(self) -> int:
         """Incidents that were left out on disk."""
         of_loops = sum(loop.num_not_kept for loop in self._loops)
-        return self._past_not_kept + of_loops + sum(journal.num_not_kept for _, journal in self._entries)
+        return self._past_not_kept + of_loops + sum(journal.num_not_kept for _, journal in self.entries)
 
     @property
     def refused_in_a_row(self) -> int:
         """Of the optimizer with the most, up to now."""
         known = [self._past_refused, *(loop.refused_in_a_row for loop in self._loops)]
-        return max([*known, *(journal.refused_in_a_row for _, journal in self._entries)])
+        return max([*known, *(journal.refused_in_a_row for _, journal in self.entries)])
 
     @property
     def refused_by(self) -> str:
         """What that optimizer trains. Empty if there is only one optimizer, or if it is not known."""
         most = self.refused_in_a_row
-        rows = [journal for _, journal in self._entries if journal.incidents and journal.refused_in_a_row == most]
+        rows = [journal for _, journal in self.entries if journal.incidents and journal.refused_in_a_row == most]
         diagnosis = rows[0].incidents[-1].diagnosis if rows else None
         return "" if diagnosis is None else diagnosis.network
 

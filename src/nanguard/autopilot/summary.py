@@ -16,7 +16,9 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str]) -> str:
         if autopilot.has_guard:
             return "nothing to do, since the program has a Guard of its own"
         none = "nothing to guard, since no gradients were computed in this process"
-        return autopilot.of_children.removeprefix("; ") or none + _children(autopilot.num_children)
+        return autopilot.of_children.removeprefix("; ") or none + _children(
+            autopilot.num_children + autopilot.num_in_pools
+        )
     told = closing_line(
         autopilot.counts,
         autopilot.incidents,

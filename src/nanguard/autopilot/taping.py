@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.state.rng import RngState
 from nanguard.step.calls import Call
-from nanguard.step.tape import CallTape, Made, Unseen
+from nanguard.step.tape import CallTape, Made, TapedLoss, Unseen
 from nanguard.step.tape_recorder import TapeRecorder
 
 _MOST_EVALUATIONS, _MOST_IN_ALL = 4, 16
@@ -80,16 +80,13 @@ class ProgramTape(TapeRecorder):
         tape = self.tape
         if tape is None or tape.is_settled or tape.losses or not self.is_own():
             return
-        num = tape.evaluations[module] = tape.evaluations.get(module, 0) + 1
-        tape.num_evaluations += 1
-        if num > _MOST_EVALUATIONS or tape.num_evaluations > _MOST_IN_ALL:
-            tape.has_evaluated = True
-        if tape.has_evaluated:
+        tape.note_evaluation(module)
+        if _has_evaluated(tape):
             self.begin_anew()
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         tape = self.tape
-        if tape is None or tape.is_settled or not tape.has_evaluated or torch.is_grad_enabled():
+        if tape is None or tape.is_settled or torch.is_grad_enabled() or not _has_evaluated(tape):
             super().after_module(call, made)
         else:
             self.begin_anew()
@@ -110,6 +107,16 @@ class ProgramTape(TapeRecorder):
         losses = self.tape.losses
         if len(losses) > 1 and any(isinstance(root, Unseen) for root in losses[-1].roots):
             self.goes_on_after_backward = True
+
+    def note_loss(self, loss: Tensor) -> None:
+        """As ``note_backward``, of one tensor, with no gradients given."""
+        tape = self.tape
+        if tape is None or not self.is_own():
+            return
+        root = self._token(loss)
+        if tape.losses and type(root) is Unseen:
+            self.goes_on_after_backward = True
+        tape.losses.append(TapedLoss((root,), (None,), self._next - 1))
 
     def note_gradients(self, optimizer: Optimizer) -> None:
         """A step without a backward pass: the program has computed the gradients itself, maybe by ``autograd.grad``."""
@@ -135,3 +142,23 @@ class ProgramTape(TapeRecorder):
         if goes_on:
             coordinator.next_tape = CallTape()
         return goes_on
+
+    def end_sound_step(self, coordinator: StepCoordinator, *, is_over: bool) -> None:
+        """After a sound step of the only optimizer: as ``end_step``, and goes on at once if it is to."""
+        this = coordinator.iteration
+        goes_on = not (this.noted and this.fetched)
+        if is_over:
+            this.tape = _NO_TAPE
+            this.calls.clear()
+            if not goes_on:
+                self.forget()
+        if goes_on:
+            tape = coordinator.next_tape = CallTape()
+            if self._is_wanted:
+                self.begin(tape)
+
+
+def _has_evaluated(tape: CallTape) -> bool:
+    """Whether there were too many calls without gradients to be for this step."""
+    nums = tape.evaluations.values()
+    return max(nums, default=0) > _MOST_EVALUATIONS or sum(nums) > _MOST_IN_ALL

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from nanguard.cli.speech import fail, print_json, printable
+from nanguard.cli.speech import fail, print_json, printable, say
 
 EXAMPLES = (
     "nanguard report runs/a --open",
@@ -47,10 +48,11 @@ def report(
         whole = {"schema": 1, "status": status, **wrong, "report": str(written), "runs": told}
         print_json({**whole, "troubles": made.troubles})
     else:
+        console = Console(highlight=False)
         for story in made.stories:
             name = f"{story.label}: " if len(made.stories) > 1 else ""
-            typer.echo(printable(f"{name}{plain_summary(story)}"))
-        typer.echo(printable(str(written)))
+            say(console, printable(f"{name}{plain_summary(story)}"))
+        say(console, printable(str(written)))
         for trouble in made.troubles:
             typer.echo(printable(trouble), err=True)
     if in_browser:

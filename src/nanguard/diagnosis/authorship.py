@@ -75,6 +75,8 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             if written is not None:
                 origin = program.origin(file, statement, written)
             found.append((origin.risk, covers, origin))
+    if not found:
+        found = [(origin.risk, 0, origin) for origin in _of_tables(program, called) if origin.risk > 1]
     return max(reversed(found), key=lambda each: each[:2])[2].source if found else None  # the last one overwrites
 
 
@@ -286,6 +288,14 @@ def _set_in_class(program: ProgramSource, classes: set[str], name: str) -> Itera
                 is_own = last_name(call.func) in ("register_buffer", "register_parameter") and len(call.args) > 1
                 if is_own and isinstance(call.args[0], ast.Constant) and call.args[0].value == name:
                     yield file, each, call.args[1]
+
+
+def _of_tables(program: ProgramSource, called: str) -> Iterator[Origin]:
+    """Of what a layer is made of: ``self.position = nn.Embedding.from_pretrained(table)``."""
+    for file, node in program.nodes(ast.Assign):
+        made = node.value if isinstance(node.value, ast.Call) and called in stored_names(node) else None
+        if made is not None and last_name(made.func) == "from_pretrained" and made.args:
+            yield program.origin(file, node, made.args[0])
 
 
 def _writes(

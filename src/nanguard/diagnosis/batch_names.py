@@ -24,7 +24,8 @@ def in_words(exam: Exam, origin: str) -> str:
 def names_of(exam: Exam, origin: str) -> tuple[list[str], int | None, int]:
     """The names of a tensor of the batch in the program, its index in the batch, and the length of the batch."""
     names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", origin)][::-1]
-    names += [each for name in names if not name.isidentifier() for each in re.findall(r"[A-Za-z_]\w*", name)]
+    texts = [name.removeprefix("an entry of ") for name in names if not name.isidentifier()]
+    names += [each for text in texts for each in re.findall(r"[A-Za-z_]\w*", text)]
     places = re.findall(r"\[(\d+)\]", origin)
     if places and not names and exam.pending.microbatches:
         loss_fn = exam.pending.microbatches[exam.run.microbatch].loss_fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
+from nanguard.diagnosis.provenance import BATCH, PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -30,6 +30,7 @@ _DISCARDS = frozenset(
     ]
 )
 _ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "true_divide"))
+_PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
 _MOST_LINKS = 12
 
 
@@ -52,7 +53,7 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
     reached = ancestors(ends)
     if not reached:
         return None
-    suspects = [event for event in reached if is_suspect(event)]
+    suspects = [event for event in reached if is_suspect(event) or _is_no_mask(trace, event)]
     suspects = [event for event in suspects if event.kind != "turned" or not any(map(is_suspect, above(event)))]
     users = [event for event in reached if not event.is_mask]  # a mask is intended, its use may be wrong
     order = {id(event): place for place, event in enumerate(trace.events)}  # of what was there before the step
@@ -96,6 +97,13 @@ def is_suspect(event: TraceEvent) -> bool:
     if event.kind == "outside":
         return event.has_nan or not event.is_mask
     return event.kind == "given" and (event.has_nan or computes_with_inf(event))
+
+
+def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
+    """True for infinities in the data that a layer multiplies by its weights: a mask is added, or fills something."""
+    if event.kind != "outside" or not event.note.roots & BATCH:
+        return False
+    return any(each.note.op in _PRODUCTS and any(event is parent for parent in each.parents) for each in trace.events)
 
 
 def computes_with_inf(event: TraceEvent) -> bool:

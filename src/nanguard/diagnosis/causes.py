@@ -258,7 +258,7 @@ _BY_VALUE = (
         title="zero divided by zero",
         fix="clamp the denominator, y.clamp(min=eps) or max(y, eps); skip what has no elements",
         rule=rules_of_means.over_nothing,
-        fixes=tuple((op, _COUNTED) for op in ("*loss*", "mean", "segment_reduce")),
+        fixes=tuple((op, _COUNTED) for op in ("*loss*", "*cross_entropy*", "fill", "mean", "segment_reduce")),
     ),
 )
 """The values of the operands decide."""

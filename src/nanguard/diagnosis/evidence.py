@@ -189,6 +189,8 @@ def _special(evidence: Evidence, func: Any, named: Mapping[str, Any], values: Se
         evidence.count = _count(first, named.get("dim"))
     elif op in ("log", "log2", "log10"):
         evidence.is_mask = _is_mask(evidence, first)
+    elif ("loss" in op or "cross_entropy" in op or op == "kl_div") and first.numel() == 0:
+        evidence.count = 0
     if "nll_loss" in op:
         total = [v for v in values if v[0] == "total_weight"]
         target = next((v for name, v in values if name == "target"), None)

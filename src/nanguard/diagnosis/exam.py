@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from nanguard import _compat
+from nanguard.diagnosis.dataset_lines import line_that_makes_record
 from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.taped import holds_samples
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
-from nanguard.records.diagnosis import Link, Operand, Stretch
+from nanguard.records.diagnosis import Link, Operand, Source, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
-from nanguard.state.batch_indices import indices_of, num_samples_of
+from nanguard.state.batch_indices import indices_of, num_samples_of, whole_dataset
+from nanguard.state.held import held_by_module
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.trees import tensors
 from nanguard.step.parts import StepParts
@@ -96,6 +98,11 @@ class Exam:
         num = max(1, len(self.pending.microbatches))
         indices = indices_of(self.batch(), self.pending.fetched, self.run.microbatch, num)
         return tuple(indices[sample] for sample in samples) if indices else ()
+
+    def line_in_dataset(self, samples: Sequence[int]) -> Source | None:
+        """The line of a dataset that makes the first of these samples non-finite; None if it is not known."""
+        indices, dataset = self.dataset_indices(samples[:1]), whole_dataset(self.pending.fetched)
+        return line_that_makes_record(dataset, indices[0]) if indices and dataset is not None else None
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
         """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""
@@ -200,6 +207,13 @@ def parameter_behind(parent: Note | Leaf) -> Leaf | None:
             return None
         parent = parent.parents[0]
     return None
+
+
+def module_of_untrained(note: Note | None) -> str:
+    """The module of a network that no optimizer trains, if an op is given a parameter of it. Looks at all objects."""
+    unknown = [p.storage for p in note.parents if isinstance(p, Leaf) and p.storage] if note is not None else []
+    found = (held_by_module(storage) for storage in unknown)
+    return next((held.module for held in found if held is not None and held.kind == "parameter"), "")
 
 
 def parameters_in(note: Note) -> Iterable[str]:

@@ -23,6 +23,7 @@ from nanguard.diagnosis.exam import Exam, Past
 from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.plans import forward_op
+from nanguard.diagnosis.process import of_exploded_weights
 from nanguard.diagnosis.slicing import ProgramSource
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
@@ -64,7 +65,8 @@ class GraphFinding:
     """An op that made a non-finite value from finite ones. ``again`` runs it again, None if that is not possible.
 
     If the op was given non-finite ``data``, they are described there. If the backward pass itself was followed,
-    ``backward`` is how it ran, and the op is read from there. ``place`` is the line, if it is known.
+    ``backward`` is how it ran, and the op is read from there. ``place`` is the line, if it is known. Without an op and
+    data, the program has computed something non-finite there with weights that have exploded.
     """
 
     op: str
@@ -116,6 +118,8 @@ def read(
             diagnosis = Diagnosis(phase="backward", cause="unknown", because="only the backward pass was followed")
     elif graph_finding.data:
         diagnosis = Diagnosis(phase="data", cause="input_nonfinite", because=graph_finding.data)
+    elif not graph_finding.op:
+        diagnosis = of_exploded_weights((parts, *parts.other_parts()))
     elif diagnosis is None:
         cause, words = _BY_RESULT.get(graph_finding.op, ("unknown", "no operand of it was kept"))
         if graph_finding.op == "div" and graph_finding.became_nan:  # x / 0 is Inf

@@ -49,6 +49,11 @@ class Live:
         self.is_allowed = False
 
     @property
+    def is_idle(self) -> bool:
+        """True if no step is traced now, and none may be before the next incident."""
+        return self._run is None and not (self._is_armed or self.is_always)
+
+    @property
     def takes_too_long(self) -> bool:
         """True if tracing this step takes too long to go on. It may be the last step of the run."""
         now = time.perf_counter()
@@ -64,7 +69,7 @@ class Live:
 
     def begin(self, batch: Any) -> None:
         """Start a step; ``batch`` is the last one from ``guard.epoch``."""
-        if self._run is None and not (self._is_armed or self.is_always):
+        if self._run is None and not (self._is_armed or self.is_always):  # is_idle, without a call
             return
         self._charge()
         if not self._is_wanted() or self._parts.is_capturing:

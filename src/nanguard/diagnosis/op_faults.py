@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanguard.diagnosis import authorship
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
-from nanguard.diagnosis.exam import Exam, operands_of, plain_dtype, size_of
+from nanguard.diagnosis.exam import Exam, module_of_untrained, operands_of, plain_dtype, size_of
 from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.rules import Case
 from nanguard.diagnosis.rules_of_quotients import ignored_label
@@ -45,7 +45,7 @@ def op_fault(exam: Exam, finding: TraceFinding) -> Diagnosis:
         because=because,
         operands=operands_of(event),
         element=event.evidence.element,
-        samples=_unlabelled(exam, ignored_label(case)) if cause == "all_labels_ignored" else exam.samples_of(event),
+        samples=_samples(exam, case, cause),
         confidence="guess" if cause == "unknown" else "likely",
     )
     return _upstream(exam, diagnosis, event)
@@ -59,6 +59,14 @@ def _op(exam: Exam, finding: TraceFinding) -> str:
         users = [event.note.name for event in finding.chain[1:]] if note.op == "scalar_tensor" else []
         return next(iter([*near, *users]), note.name)
     return note.name
+
+
+def _samples(exam: Exam, case: Case, cause: str) -> tuple[int, ...]:
+    if cause == "all_labels_ignored":
+        return _unlabelled(exam, ignored_label(case))
+    if cause == "ctc_inf" and case.note.phase == "forward" and len(case.note.shape) == 1:
+        return case.evidence.samples  # each target has a loss of its own
+    return exam.samples_of(case.event)
 
 
 def _unlabelled(exam: Exam, ignored: float | None) -> tuple[int, ...]:
@@ -80,7 +88,9 @@ def _unlabelled(exam: Exam, ignored: float | None) -> tuple[int, ...]:
 def _module(exam: Exam, note: Note) -> str:
     """A hook on a gradient belongs to the module that registered it."""
     homes = {module for _, module in exam.run.hooks}
-    return homes.pop() if note.in_user_code and not note.is_custom and len(homes) == 1 else note.module
+    if note.in_user_code and not note.is_custom and len(homes) == 1:
+        return homes.pop()
+    return note.module or module_of_untrained(note)
 
 
 # ---- gradients that overflow fp16 ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch.optim import SGD, Optimizer
@@ -20,7 +20,9 @@ from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Reading
 from nanguard.records.words import counted
+from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.training_state import TrainingState
+from nanguard.step.parts import StepParts
 
 _OVERFLOWS = ("overflow_fp16", "overflow_any_precision", "exp_overflow")
 _NOT_BY_SIZE = (
@@ -41,11 +43,13 @@ _FIRST_STEPS, _JUMPED, _JUMPED_BY_RATE, _JUMPED_BY_BOLD_RATE, _BOLD = 3, 1000.0,
 The second factor is enough if the learning rate is 1 or more, the third if it is also ``_BOLD`` times the default.
 """
 
+_FINITE_BEFORE = "with the weights from before, the same step is finite"
+
 _EARLY_STEPS = 20
-"""The first factor counts within so many steps if the learning rate was 1 or more in all of them, and is the reason."""
+"""So many steps count if the learning rate was 1 or more in all of them, and weights grew by the first factor."""
 
 _LARGEST_STEP = 10.0
-"""An update by more than so many learning rates is one of gradients that explode: Adam makes one of about one."""
+"""Adam changes a weight by about one learning rate. If one step makes it more than this many, gradients explode."""
 
 _LARGEST_NORM = 1e3
 """Unless the first gradients were larger than this: then they explode by themselves."""
@@ -62,7 +66,8 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
         return diagnosis
     jump = None if diagnosis.cause in _NOT_BY_SIZE else _jump(exam)
     if jump is not None:
-        return _of_learning_rate(diagnosis, jump)
+        by_rate = _of_learning_rate(diagnosis, jump)
+        return by_rate if jump.is_by_rate else replace(by_rate, because=f"{by_rate.because}; {_FINITE_BEFORE}")
     if diagnosis.cause not in _OVERFLOWS:
         return diagnosis
     huge = _huge_parameter(exam, event)
@@ -137,27 +142,67 @@ class Jump:
             return rate >= 1 and self.growth >= _JUMPED and self.now <= _LARGEST_STEP * rate * self.num
         if self.growth < _JUMPED_BY_BOLD_RATE or self.growth >= _JUMPED or self.rate < 1:
             return self.growth >= _JUMPED
+        return self.growth >= (_JUMPED_BY_BOLD_RATE if self.rate >= _BOLD * self.usual_rate else _JUMPED_BY_RATE)
+
+    @property
+    def usual_rate(self) -> float:
+        """The default of the optimizer, 0 if it has none."""
         usual = inspect.signature(type(self.state.optimizer_of(self.name))).parameters.get("lr")
-        default = usual.default if usual is not None and isinstance(usual.default, (int, float)) else 0.0
-        return self.growth >= (_JUMPED_BY_BOLD_RATE if self.rate >= _BOLD * default else _JUMPED_BY_RATE)
+        return float(usual.default) if usual is not None and isinstance(usual.default, (int, float)) else 0.0
+
+    @property
+    def may_be_by_rate(self) -> bool:
+        """Whether the learning rate is to blame if the step is finite with the weights from before these steps."""
+        is_bold = 0 < _BOLD * self.usual_rate <= self.rate
+        return self.num <= _FIRST_STEPS and is_bold and self.growth >= _JUMPED_BY_BOLD_RATE
 
 
 def _jump(exam: Exam) -> Jump | None:
     """The parameter that has grown most, of this network or of another one that the program trains. None if none."""
-    past, best = exam.past, None
-    own = exam.parts, past.first_sizes, past.num_applied, past.readings
-    others = [(o, o.first_sizes, o.journal.counts["applied"], o.journal.recent) for o in exam.parts.other_parts()]
-    for parts, sizes, num, readings in (own, *others):
-        if sizes is None or not 0 < num <= _EARLY_STEPS:
-            continue
-        before, norm = sizes.read(), next((max(reading.norms) for reading in readings if reading.norms), 0.0)
-        rates = [rate for reading in readings for rate in reading.lrs if rate is not None]
-        for name, parameter in parts.state.parameters().items():
-            then, now = before.get(name, math.nan), largest(parameter.detach())
-            jump = Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm, rates=rates)
-            if jump.is_by_rate and (best is None or jump.growth > best.growth):
-                best = jump
+    past, parts = exam.past, exam.parts
+    own = list(_jumps(parts, past.first_sizes, past.num_applied, past.readings))
+    best = max([jump for jump in own if jump.is_by_rate], key=lambda jump: jump.growth, default=None)
+    best = max(filter(None, (best, jumped(parts.other_parts()))), key=lambda jump: jump.growth, default=None)
+    maybe = [jump for jump in own if jump.may_be_by_rate]
+    if best is None and maybe and _is_finite_on_older_weights(exam):
+        return max(maybe, key=lambda jump: jump.growth)
     return best
+
+
+def jumped(networks: Iterable[StepParts]) -> Jump | None:
+    """The parameter of these networks that a learning rate has made grow most in the first steps. None if none has."""
+    found = [
+        jump
+        for parts in networks
+        for jump in _jumps(parts, parts.first_sizes, parts.journal.counts["applied"], parts.journal.recent)
+        if jump.is_by_rate
+    ]
+    return max(found, key=lambda jump: jump.growth, default=None)
+
+
+def of_exploded_weights(networks: Iterable[StepParts]) -> Diagnosis:
+    """The diagnosis of what a program has computed, without a record of it, of weights that a rate made explode."""
+    unknown = Diagnosis(phase="forward", cause="unknown", because="what computed it was not recorded")
+    jump = jumped(networks)
+    return unknown if jump is None else replace(_of_learning_rate(unknown, jump), evidence=())
+
+
+def _jumps(parts: StepParts, sizes: ParameterSizes | None, num: int, readings: Sequence[Reading]) -> Iterator[Jump]:
+    """How the parameters have grown in the first steps; nothing after these."""
+    if sizes is None or not 0 < num <= _EARLY_STEPS:
+        return
+    before, norm = sizes.read(), next((max(reading.norms) for reading in readings if reading.norms), 0.0)
+    rates = [rate for reading in readings for rate in reading.lrs if rate is not None]
+    for name, parameter in parts.state.parameters().items():
+        then, now = before.get(name, math.nan), largest(parameter.detach())
+        yield Jump(state=parts.state, name=name, then=then, now=now, num=num, first_norm=norm, rates=rates)
+
+
+def _is_finite_on_older_weights(exam: Exam) -> bool:
+    if exam.replay is None or exam.past.older_weights is None:
+        return False
+    with exam.past.older_weights() as there_are:
+        return there_are and exam.replay.watched().is_finite
 
 
 def _of_learning_rate(diagnosis: Diagnosis, jump: Jump) -> Diagnosis:

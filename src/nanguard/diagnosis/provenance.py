@@ -19,13 +19,14 @@ EventPhase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class Leaf:
-    """A tensor that existed before the step."""
+    """A tensor that existed before the step. ``storage`` is its ``storage_key`` if the step does not know its name."""
 
     name: str
     roots: int
     look: Look
     owner: str = ""
     event: TraceEvent | None = None
+    storage: int | None = None
 
 
 @dataclass(slots=True)

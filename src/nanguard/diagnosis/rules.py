@@ -124,7 +124,10 @@ def given(case: Case) -> Found:
         return None
     if not case.event.has_nan and not computes_with_inf(case.event):
         return None
-    near = [n.op for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
+    notes = [n for n in case.trace.notes if n.place == case.note.place and n.module == case.note.module]
+    near = [n.op for n in notes]
+    if case.op == "fill" and case.event.has_nan and any(0 in n.shape for n in notes):  # so torch says it
+        return "zero_over_zero", "a mean over nothing: the tensor has no elements"
     if any("slogdet" in op or "linalg_det" in op for op in near) and case.op in ("scalar_tensor", "where", "full"):
         return "log_of_negative", "logdet of a matrix whose determinant is negative"
     if case.note.constants:

@@ -8,11 +8,16 @@ from nanguard.records.words import counted
 
 def ignored_labels(case: Case) -> Found:
     """A mean over the targets that count, and none does."""
-    if "nll_loss" not in case.op or not case.is_birth or case.evidence.count != 0:
+    if "nll_loss" not in case.op or not case.is_birth or case.evidence.count != 0 or _is_empty(case):
         return None
     ignored = case.evidence.operand("ignore_index")
     label = number(None if ignored is None else ignored.value)
     return "all_labels_ignored", f"every label is {label}, which the loss leaves out: a mean over nothing"
+
+
+def _is_empty(case: Case) -> bool:
+    """True if an operand has no elements."""
+    return any(0 in operand.shape for operand in case.evidence.operands)
 
 
 def statistic(case: Case) -> Found:

@@ -19,10 +19,11 @@ _LITERAL, _LIKELY, _POSSIBLE = 4, 3, 1
 _LIKELY_CALLS = frozenset(
     (
         *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "std", "var", "mean", "nanmean", "reciprocal", "div"),
-        *("true_divide", "erfinv", "acos", "asin", "atanh", "inv"),
+        *("divide", "true_divide", "erfinv", "acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "inv"),
     )
 )
-_POSSIBLE_CALLS = frozenset(("exp", "pow", "norm", "half", "empty", "empty_like", "prod", "cumprod", "square"))
+_POWERS = frozenset(("float_power", "pow", "power"))
+_POSSIBLE_CALLS = frozenset(("exp", *_POWERS, "norm", "half", "empty", "empty_like", "prod", "cumprod", "square"))
 _DEEPEST = 4
 _OPERATORS: dict[str, type[ast.operator]] = {"div": ast.Div, "pow": ast.Pow, "mul": ast.Mult}
 
@@ -177,9 +178,9 @@ def risk_of(value: ast.AST) -> int:
         if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) and not isinstance(each.right, ast.Constant):
             risk = max(risk, _LIKELY)
         elif isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow):
-            risk = max(risk, _LIKELY if _is_negative(each.right) else _POSSIBLE)
-        elif isinstance(each, ast.Call) and last_name(each.func) == "pow" and any(map(_is_negative, each.args)):
-            risk = max(risk, _LIKELY)  # a division
+            risk = max(risk, _LIKELY if _is_root_or_division(each.right) else _POSSIBLE)
+        elif isinstance(each, ast.Call) and last_name(each.func) in _POWERS:
+            risk = max(risk, _LIKELY if any(map(_is_root_or_division, each.args)) else _POSSIBLE)
         elif isinstance(each, ast.Call) and last_name(each.func) in _LIKELY_CALLS:
             risk = max(risk, _LIKELY)
         elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
@@ -196,9 +197,12 @@ def _changed_by(statement: ast.AugAssign) -> int:
     return _LIKELY if isinstance(statement.op, ast.Div) else _POSSIBLE
 
 
-def _is_negative(node: ast.AST) -> bool:
-    """``-0.5``"""
-    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+def _is_root_or_division(exponent: ast.AST) -> bool:
+    """``-2``, ``0.5``"""
+    if isinstance(exponent, ast.UnaryOp):
+        return isinstance(exponent.op, ast.USub) and isinstance(exponent.operand, ast.Constant)
+    number = exponent.value if isinstance(exponent, ast.Constant) else None
+    return isinstance(number, float) and number != int(number)
 
 
 def _paths_in(value: ast.AST) -> set[int]:

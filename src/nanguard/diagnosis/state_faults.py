@@ -16,7 +16,7 @@ from nanguard.diagnosis.batch_names import in_words, names_of
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.evidence import Evidence, where_bad
-from nanguard.diagnosis.exam import Exam, NotRepeatable, operands_of, parameters_in, plain_dtype
+from nanguard.diagnosis.exam import Exam, NotRepeatable, module_of_untrained, operands_of, parameters_in, plain_dtype
 from nanguard.diagnosis.provenance import OTHER, Leaf, Note, TraceEvent
 from nanguard.diagnosis.rules import Case, reach
 from nanguard.records.diagnosis import Diagnosis, Source
@@ -63,7 +63,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         phase="data",
         cause="input_nonfinite",
         op=user.name if user else "",
-        module=user.module if user else "",
+        module=(user.module if user else "") or module_of_untrained(user),
         source=source_of(user.place) if user else None,
         dtype=plain_dtype(user.dtype if user and user.dtype else event.note.dtype),
         shape=event.note.shape,
@@ -109,6 +109,9 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     changed = authorship.changes_in_words(exam.pending.tape, event.storage)
     if changed:
         return replace(diagnosis, because=diagnosis.because + changed)
+    read_at = exam.line_in_dataset(diagnosis.samples)
+    if read_at is not None:
+        return replace(diagnosis, source=read_at, makes_data=True)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
@@ -167,20 +170,25 @@ def _what_and_where(evidence: Evidence) -> str:
 
 
 def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
-    """The first op that used a value from before the step, ignoring casts and copies."""
+    """The first op that used a value from before the step, ignoring casts and copies.
+
+    If the program ended before it computed anything else, what it ended at is summed up by us, on no line of it.
+    """
     line = {id(finding.event)}
+    carried: Note | None = None
     for event in exam.run.trace.events:
         if event is not finding.event and any(id(parent) in line for parent in event.parents):
             line.add(id(event))
             if event.note.op not in _CARRIES:
-                return event.note
+                return event.note if event.note.place is not None or carried is None else carried
+            carried = event.note if event.note.place is not None else carried
     return finding.chain[1].note if len(finding.chain) > 1 else None
 
 
 def _of_parameter(
     exam: Exam, diagnosis: Diagnosis, state: TrainingState, name: str, whose: str, *, is_trained: bool
 ) -> Diagnosis:
-    """Rows of NaN were computed by something; single ones among good values are what happened to be in memory.
+    """Rows of NaN, or many, were computed by something; a few among good values are what happened to be in memory.
 
     If all of them are the same infinity, the program has written it: to forbid something, say. ``is_trained``: it has
     been updated, so it was finite at first.
@@ -192,7 +200,7 @@ def _of_parameter(
     span = (int(rows[0]), int(rows[-1]), bad.shape[0]) if len(rows) else None
     whole_rows = bad.ndim > 1 and len(rows) > 0 and bool(bad.reshape(bad.shape[0], -1)[rows].all())
     owner, line = _set_at(exam, state, name, span)
-    is_scattered = bad.ndim > 1 and not whole_rows and not is_written and int(bad.sum()) > 1
+    is_scattered = bad.ndim > 1 and not whole_rows and not is_written and 1 < int(bad.sum()) < bad.numel() / 2
     typical = _typical(values)
     is_garbage = _names_memory(line) or (is_scattered and typical < _ABSURD and not is_trained)
     share = f"{int(bad.sum()):,} of {bad.numel():,} elements" + (", whole rows" if whole_rows else "")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from nanguard.diagnosis.look import look
 from nanguard.source.arguments import names_of_parts
-from nanguard.source.frames import standing_in
+from nanguard.source.comprehensions import name_of_entry
+from nanguard.source.frames import SavedPosition, standing_in
 from nanguard.state.trees import attributes, mapped, named_leaves, named_tensors, tensors
 from nanguard.step.calls import cut_off, with_gradient
 from nanguard.step.pending import Microbatch
@@ -50,6 +51,13 @@ class TapedRun:
     def numbered(self) -> list[tuple[int, Row | None]]:
         """The rows with their numbers."""
         return list(zip(self._numbers, self.rows, strict=True))
+
+    def name_of_entry(self, name: str, number: int, row: Row) -> str:
+        """The name of an argument, also in a comprehension, which gives all entries of a batch the same name."""
+        if isinstance(row.code, SavedPosition) or not name.isidentifier():
+            return name
+        same = [each for each, raw in self._tape.rows.items() if (Row(*raw).code, Row(*raw).at) == (row.code, row.at)]
+        return name_of_entry(name, row.code, row.at, same.index(number), len(same)) if number in same else name
 
     @property
     def rows(self) -> list[Row | None]:
@@ -177,7 +185,8 @@ def repeatable(
         found = tried(tape.from_calls_on())
     rows = {number: tuple(row) for run, obstacle in found if not obstacle for number, row in run.numbered if row}
     losses = [loss for loss, (_, obstacle) in zip(tape.losses, found, strict=True) if not obstacle]
-    kept = CallTape(rows=dict(sorted(rows.items())), trained=tape.trained, losses=losses, has_calls=tape.has_calls)
+    kept = CallTape(dict(sorted(rows.items())), losses)
+    kept.trained, kept.has_calls = tape.trained, tape.has_calls
     return kept, tuple(dict.fromkeys(obstacle for _, obstacle in found if obstacle))
 
 
@@ -193,7 +202,7 @@ def tensors_in_objects(run: TapedRun) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named_arguments(row: Row) -> list[tuple[Any, str]]:
-    others = [f"{row.name}, argument {place}" for place in range(len(row.args))]
+    others = [f"argument {place} of {row.name}" for place in range(len(row.args))]
     names = itertools.zip_longest(row.args, row.argument_names[: len(row.args)], others)
     given = [(argument, name or other) for argument, name, other in names]
     return given + [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
@@ -201,8 +210,10 @@ def _named_arguments(row: Row) -> list[tuple[Any, str]]:
 
 def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
     """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
-    for row in filter(None, run.rows):
-        for argument, name in _named_arguments(row):
+    for number, row in run.numbered:
+        for argument, name in () if row is None else _named_arguments(row):
+            assert row is not None
+            name = run.name_of_entry(name, number, row)
             inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
             named = {id(leaf): path for path, leaf in named_leaves(argument)}
             paths = [named.get(id(token), "") for token in inside]  # a slice is no container

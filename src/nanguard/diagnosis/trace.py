@@ -236,6 +236,8 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen = look(tensor)
             if note.look is NOTHING and can_look(tensor):
                 note.look, note.dtype, note.shape = seen, str(tensor.dtype), tuple(tensor.shape)
+            elif tensor.numel() == 0 and not note.shape:
+                note.shape = tuple(tensor.shape)
             self._made[key] = note
             if plan.op in LIFTS and tensor.ndim:  # one number is a constant
                 note.roots = BATCH
@@ -315,9 +317,10 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._is_unknown(key, before.get(id(tensor), tensor)):
                 self._made.pop(key, None)
                 what = f"{name} of {note.op}, which no op of the step was seen to make,"
-                self._leaves[key] = leaf = Leaf(what, OTHER, NOTHING)
+                self._leaves[key] = leaf = Leaf(what, OTHER, NOTHING, storage=key)
                 leaf.look = look(before.get(id(tensor), tensor))
                 note.roots |= OTHER
+                note.parents = (*note.parents, leaf)
                 if not leaf.look.is_finite:
                     leaf.event = self._outside(leaf.name, leaf, tensor)
                     self._bad[key] = (leaf.event,)

@@ -40,7 +40,8 @@ class Trials:
         self._microbatch = run.microbatch
         diagnosis = self._precision(diagnosis, run)
         has_none = has_no_samples(run.trace, self._replay.parts, self._replay.pending)
-        diagnosis = replace(diagnosis, samples=()) if has_none else self._samples(diagnosis)
+        if not (diagnosis.cause == "ctc_inf" and diagnosis.samples):  # the op itself shows them
+            diagnosis = replace(diagnosis, samples=()) if has_none else self._samples(diagnosis)
         confirmed = diagnosis.cause.startswith("overflow") and any(
             trial.result == "finite" and "fp32" in trial.what for trial in self._done
         )
@@ -223,7 +224,7 @@ class Trials:
 
 def with_shown_samples(diagnosis: Diagnosis) -> Diagnosis:
     """Without experiments, samples are named only if the batch itself shows them: by its values or its labels."""
-    is_shown = diagnosis.cause == "all_labels_ignored"
+    is_shown = diagnosis.cause in ("all_labels_ignored", "ctc_inf")
     is_known = diagnosis.phase == "data" and diagnosis.confidence == "certain"
     is_shown = is_shown or (is_known and " holds " in diagnosis.because)
     return diagnosis if is_shown else replace(diagnosis, samples=())

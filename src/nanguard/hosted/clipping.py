@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 _TINY = 1e-6
 """``clip_grad_norm_`` adds it to the norm that it divides by."""
 
+_ORDINARY_NORM = 1e12
+
+
+def are_ordinary(norms: Iterable[float]) -> bool:
+    """Whether the next norms may be computed in fp32, as clipping does, where they overflow before gradients do."""
+    return max(norms, default=0.0) < _ORDINARY_NORM
+
 
 class ProgramClipping:
     """What the program's clipping has done to the gradients since the last step. Nothing here syncs.
@@ -67,6 +74,10 @@ class ProgramClipping:
     def forget(self) -> None:
         """The gradients are new."""
         self._divisors, self._first, self.is_noted = [], None, False
+
+    def known_norms(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """Of these gradients before the program has clipped them, if it has done so once, in an ordinary way."""
+        return None if self._first is None else self._first[0].of(grads, self._indices)
 
     def take(self, *, may_know: bool) -> tuple[Tensor | None, PendingCopy | None]:
         """The norms of all gradients, or one divisor for each group on its way to the host, or neither."""

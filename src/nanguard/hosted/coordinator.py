@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanguard import _compat, _compat_modes
 from nanguard.diagnosis.graph_probe import examine_if_bad
-from nanguard.hosted.given import given_nan
+from nanguard.hosted.given import given_nan, made_by_exploded_weights
 from nanguard.hosted.in_backward import StepsInBackward
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import ProgramCall
@@ -30,7 +30,7 @@ _MOST_REFUSED = 16
 class StepCoordinator:
     """Knows the current iteration, and all hosted steps: ``hosted_steps`` returns those that exist now.
 
-    ``hears_of_clearing`` says that ``note_cleared`` is called whenever gradients are cleared.
+    ``hears_of_clearing`` says that ``num_cleared`` of the iteration is set whenever gradients are cleared.
     """
 
     hears_of_clearing = False
@@ -47,15 +47,18 @@ class StepCoordinator:
         self._has_told = False  # of an error that ends the host
 
     def _new_iteration(self) -> Iteration:
-        return Iteration(num_cleared=self._num_cleared)
+        return Iteration(self._num_cleared, CallTape(), [])
 
     def begin_iteration(self) -> None:
         """If an optimizer has stepped, what happens from now on belongs to the next step."""
         this = self.iteration
         if this.stepped:
-            together = frozenset(map(id, this.stepped))
-            for hosted in this.stepped:
-                hosted.stepped_together = together
+            if len(this.stepped) == 1:
+                this.stepped[0].stepped_together = this.stepped[0].itself
+            else:
+                together = frozenset(map(id, this.stepped))
+                for hosted in this.stepped:
+                    hosted.stepped_together = together
             self._losses_before = this.losses
             if this.refused:
                 self._refused_losses += this.losses
@@ -63,7 +66,7 @@ class StepCoordinator:
             if this.fetched:
                 fetched = [batch for batch in this.fetched[-_FEW:] if batch.is_ahead] + fetched  # not used yet
             tape, self.next_tape = self.next_tape or CallTape(), None
-            self.iteration = Iteration(num_cleared=self._num_cleared, tape=tape, fetched=fetched)
+            self.iteration = Iteration(self._num_cleared, tape, fetched)
 
     def tape_to_write(self) -> CallTape:
         """Of the current iteration; of the next one if an optimizer has stepped."""
@@ -77,14 +80,10 @@ class StepCoordinator:
         fetched.append(batch)
         del fetched[:-_MOST_FETCHED]
 
-    def note_cleared(self) -> None:
-        """The program has set gradients to zero: what losses gave before is gone."""
-        if not self.iteration.stepped:
-            self.iteration.num_cleared = len(self.iteration.losses)
-
     def before_forward(self, hosted: HostedStep) -> None:
         """A module that ``hosted`` trains is about to be called, with gradients on."""
-        self.begin_iteration()
+        if self.iteration.stepped:
+            self.begin_iteration()
         this = self.iteration
         is_first = hosted not in this.noted
         hosted.thread = threading.get_ident()
@@ -92,7 +91,10 @@ class StepCoordinator:
             this.noted.append(hosted)
         if this.calls:
             self._look_for_discarded()
-        hosted.before_forward(is_first=is_first)
+        if hosted.sound.is_on and hosted.sound.before_forward(is_first=is_first):
+            hosted.has_called = True
+        else:
+            hosted.before_forward(is_first=is_first)
 
     def _look_for_discarded(self) -> None:
         """Each looks at the passes of its own modules. Those that it has examined are no part of the step."""
@@ -101,7 +103,7 @@ class StepCoordinator:
         for hosted in this.noted if gone else ():
             own = [call for call in gone if len(this.noted) == 1 or _is_of(call, hosted)]
             seen = set(map(id, own))
-            hosted.look_for_discarded(own)
+            hosted.look_for_discarded(own, this)
             examined = seen - set(map(id, own))
             this.calls[:] = [call for call in this.calls if id(call) not in examined]
 
@@ -113,12 +115,16 @@ class StepCoordinator:
             if call.outputs and not call.is_discarded:
                 call.outputs.clear()
         for hosted in this.noted:
-            hosted.after_forward(seen)
-        self.examine_graph(losses)
+            if hosted.clipping.is_noted or hosted.parts.last_forward.is_on:
+                hosted.after_forward(seen)
+        finding = examine_if_bad(losses)
+        if finding is not None:
+            self.note_finding(finding)
 
     def note_losses(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """The losses of this iteration, without their graphs. A scaled one is noted as it was before scaling."""
-        self.begin_iteration()
+        if self.iteration.stepped:
+            self.begin_iteration()
         this = self.iteration
         seen = []
         for scaled in losses:
@@ -160,12 +166,27 @@ class StepCoordinator:
         else:
             result = hosted.step(call, this)
         if not hosted.was_applied:
-            this.unapplied.append(hosted)
+            this.was_not_applied(hosted)
         if this.refused:
             for other in this.noted:
                 if other is not hosted:
                     other.put_back()
         return result
+
+    def measure_if_sound(self, hosted: HostedStep) -> Any:
+        """Before ``hosted`` steps: what was measured, if the step is sound and all that this one is asked for.
+
+        None if ``step`` has to be called. Otherwise the program may step, and then ``hosted.was_sound`` is called.
+        """
+        this = self.iteration
+        if len(this.losses) != 1 or this.stepped or this.refused or hosted.stepped_together is not hosted.itself:
+            return None
+        for call in this.calls:
+            if call.outputs:  # there was no backward pass since
+                return None
+        if this.in_backward is not None or not hosted.sound.has_sound_buffers():
+            return None
+        return hosted.sound.measure(this)
 
     def step_in_backward(
         self, hosted: HostedStep, this: Iteration, call: ProgramCall, *, check_afterwards: bool = False
@@ -175,7 +196,7 @@ class StepCoordinator:
         this.stepped.append(hosted)
         result = this.in_backward.step(hosted, this, call, check_afterwards=check_afterwards)
         if not hosted.was_applied:
-            this.unapplied.append(hosted)
+            this.was_not_applied(hosted)
         return result
 
     def end_backward(self, *, answers: bool = True) -> None:
@@ -203,10 +224,12 @@ class StepCoordinator:
             num_incidents = len(hosted.parts.journal.incidents)
             hosted.end(this, error, taper, [*self._losses_before, *self._refused_losses])
             self._has_told = self._has_told or len(hosted.parts.journal.incidents) > num_incidents
-        elif error is not None and not self._has_told and (finding := given_nan(error)) is not None:
-            for each in self._hosted_steps()[:1]:
+        elif error is not None and not self._has_told:
+            guarded = self._hosted_steps()
+            finding = given_nan(error) or made_by_exploded_weights(error, [each.parts for each in guarded])
+            if finding is not None and guarded:
                 self._has_told = True
-                each.end_outside(finding, error)
+                guarded[0].end_outside(finding, error)
 
     def _trained_by(self, tape: CallTape) -> HostedStep | None:
         """The one whose parameters are used without a module; of several, the one that has stepped least."""

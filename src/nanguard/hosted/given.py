@@ -8,16 +8,18 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from torch import Tensor
 
 from nanguard.diagnosis.evidence import where_bad
 from nanguard.diagnosis.graph_probe import GraphFinding
+from nanguard.diagnosis.process import jumped
 from nanguard.errors import NonFiniteError
 from nanguard.source.frames import Place, is_users_file
 from nanguard.state.trees import named_tensors
+from nanguard.step.parts import StepParts
 from nanguard.step.tape import is_readable
 
 _MOST_TENSORS = 1000
@@ -48,6 +50,19 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
     return None
 
 
+def made_by_exploded_weights(error: BaseException | None, networks: Iterable[StepParts]) -> GraphFinding | None:
+    """The line that raised, if it was looking at NaN or Inf, and a learning rate has made the weights explode. Syncs.
+
+    For a program that evaluates its model, or draws samples with it, right after its first steps.
+    """
+    if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+        return None
+    place, seen = _where_it_raised(error)
+    if not any(_has_nan(each) or _has_inf(each) for each in seen) or not jumped(networks):
+        return None
+    return GraphFinding("", None, "", True, None, place=place)
+
+
 def raised_by_nonfinite(error: BaseException | None, *, is_in_model: bool) -> bool:
     """Whether what raised was looking at NaN; in the model also at Inf, such as the scale of a distribution. Syncs.
 
@@ -60,12 +75,17 @@ def raised_by_nonfinite(error: BaseException | None, *, is_in_model: bool) -> bo
 
 def _tensors_where_it_raised(error: BaseException | None) -> list[Tensor]:
     """Those of the innermost function that has any."""
-    for frame, _ in reversed(list(passed(error))):
+    return _where_it_raised(error)[1]
+
+
+def _where_it_raised(error: BaseException | None) -> tuple[Place | None, list[Tensor]]:
+    """The line of the innermost function that has any tensors, and these."""
+    for frame, line in reversed(list(passed(error))):
         # type(), since isinstance asks proxies for their class, and some of them then do something.
         values = [value for value in list(frame.f_locals.values()) if issubclass(type(value), Tensor)]
         if values:
-            return values
-    return []
+            return (frame.f_code.co_filename, line, frame.f_code.co_name), values
+    return None, []
 
 
 def _arguments(frame: FrameType) -> Iterator[str]:

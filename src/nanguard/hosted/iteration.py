@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
 
 
-@dataclass(slots=True)
 class Iteration:
     """Optimizers that step without another backward pass in between share one iteration.
+
+    One is made for each step, so it has only what each step has. The rest are attributes of the class, until they are
+    set.
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
@@ -31,22 +33,32 @@ class Iteration:
     ``graph_finding`` what the graph of a bad loss shows. ``in_backward`` are steps inside the backward pass, if any.
     """
 
-    losses: list[Tensor] = field(default_factory=list)
-    divisors: list[float] = field(default_factory=list)
-    num_cleared: int | None = None
-    calls: list[Call] = field(default_factory=list)
-    batches: list[Any] = field(default_factory=list)
-    reruns: list[Microbatch] = field(default_factory=list)
-    uses_every_loss: bool = False
-    noted: list[HostedStep] = field(default_factory=list)
-    stepped: list[HostedStep] = field(default_factory=list)
-    unapplied: list[HostedStep] = field(default_factory=list)
-    refused: bool = False
-    tape: CallTape = field(default_factory=CallTape)
-    fetched: list[FetchedBatch] = field(default_factory=list)
+    batches: Sequence[Any] = ()
+    reruns: Sequence[Microbatch] = ()
+    uses_every_loss = False
+    unapplied: Sequence[HostedStep] = ()
+    refused = False
     live: Any = None
     graph_finding: Any = None
     in_backward: StepsInBackward | None = None
+
+    def __init__(self, num_cleared: int | None, tape: CallTape, fetched: list[FetchedBatch]) -> None:
+        self.num_cleared, self.tape, self.fetched = num_cleared, tape, fetched
+        self.losses: list[Tensor] = []
+        self.divisors: list[float] = []
+        self.calls: list[Call] = []
+        self.noted: list[HostedStep] = []
+        self.stepped: list[HostedStep] = []
+
+    def add_batch(self, batch: Any) -> None:
+        self.batches = [*self.batches, batch]
+
+    def add_rerun(self, micro: Microbatch) -> None:
+        self.reruns = [*self.reruns, micro]
+
+    def was_not_applied(self, hosted: HostedStep) -> None:
+        """The step of ``hosted`` had no effect."""
+        self.unapplied = [*self.unapplied, hosted]
 
     def add_to(self, pending: PendingStep) -> None:
         """What is needed to examine this step."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from nanguard.diagnosis.search import Search
 from nanguard.hosted.settings import Settings
+from nanguard.hosted.shared import Shared
 
 if TYPE_CHECKING:
     from nanguard.hosted.loop import HostedLoop
@@ -22,15 +22,14 @@ CLAIMED = "_nanguard_loop"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The program that a loop is a part of. ``search`` and ``numbers`` (of incidents) are shared with the rest.
+    """The program that a loop is a part of. ``shared`` is what all its optimizers have in common.
 
     ``adopt`` is called with each loop that begins, and returns whether it is the first to be guarded. ``release`` is
     called when it has ended.
     """
 
     settings: Settings
-    search: Search
-    numbers: Iterator[int]
+    shared: Shared
     adopt: Callable[[HostedLoop], bool]
     release: Callable[[HostedLoop], None]
 

@@ -88,7 +88,7 @@ def _note_end(
 
 
 def _is_bad_loss(name: str, value: object) -> bool:
-    """Of one element with dimensions only if it is called so: it may be the action of an agent, or a batch of one."""
+    """A tensor of one element that has dimensions counts only if its name says so: it may be an agent's action."""
     # type(), since isinstance asks proxies for their class, and some of them then do something.
     if not issubclass(type(value), Tensor):
         return False

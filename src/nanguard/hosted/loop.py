@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nanguard import _compat
 from nanguard.diagnosis.scheduler import How
-from nanguard.diagnosis.search import Search
 from nanguard.errors import ProtocolError
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.hosted.joining import claim, disclaim, joined_program
 from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.saved import load_state, state_of
 from nanguard.hosted.settings import Settings, patient_policy
+from nanguard.hosted.shared import Shared
 from nanguard.hosted.step import HostedStep
 from nanguard.hosted.trained_modules import called_parts
 from nanguard.incidents.bundle import CaptureLevel
@@ -119,11 +118,10 @@ class HostedLoop:
             capture=capture,
             observers=tuple(observers),
         )
-        search = Search()
-        numbers: Iterator[int] = itertools.count(1)
+        shared = Shared()
         if self._program is not None:
             settings = replace(self._program.settings, sync=self._program.settings.sync if was_skipped else "eager")
-            search, numbers = self._program.search, self._program.numbers
+            shared = self._program.shared
         check_optimizers(several, model)
         check_schedulers(to_hold, several)
         self._steps: list[HostedStep] = []
@@ -135,8 +133,7 @@ class HostedLoop:
                 settings,
                 name="" if len(several) == 1 else f"{type(optimizer).__name__} {place}",
                 shares=len(several) > 1,
-                search=search,
-                numbers=numbers,
+                shared=shared,
                 schedulers=[each for each in to_hold if moves(each, optimizer)],
                 can_trace=False,
                 was_skipped=was_skipped,
@@ -186,11 +183,11 @@ class HostedLoop:
             else:
                 hosted.before_evaluation()
         if is_training and batch is not None:
-            self._coordinator.iteration.batches.append(batch)
+            self._coordinator.iteration.add_batch(batch)
         if is_training and rerun is not None:
             self._coordinator.iteration.uses_every_loss = True  # it has a step function, which calls backward()
         if is_training and rerun is not None and self._is_taping:
-            self._coordinator.iteration.reruns.append(self._microbatch(rerun, batch))
+            self._coordinator.iteration.add_rerun(self._microbatch(rerun, batch))
         elif is_training and self._is_taping:
             self._taper.begin(self._coordinator.iteration.tape, keeps_older=len(self._steps) > 1)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Halt, RaisePrecision, Rollback, Skip
 from nanguard.run_folder import RunFolder
-from nanguard.step.repeats import RepeatCounter
 
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.scheduler import How
@@ -38,7 +37,6 @@ class Settings:
     ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
     ``monitor`` warns before something goes wrong, for each optimizer on its own.
     ``notify`` is a command that is run when something has gone wrong.
-    ``repeats`` counts faults that come again, for all optimizers together.
     """
 
     policy: Policy = field(default_factory=patient_policy)
@@ -54,7 +52,6 @@ class Settings:
     script: str = ""
     argv: tuple[str, ...] = ()
     observers: tuple[Observer, ...] = ()
-    repeats: RepeatCounter = field(default_factory=lambda: RepeatCounter(skips_only=True), compare=False)
 
     def fp32_fix(self, modules: Sequence[str]) -> str:
         """How the user can keep these modules in fp32, or the whole model if there are none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,23 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanguard import _compat
 from nanguard.diagnosis.graph_probe import GraphFinding
-from nanguard.diagnosis.search import Search
-from nanguard.hosted.clipping import ProgramClipping
+from nanguard.hosted.clipping import ProgramClipping, are_ordinary
 from nanguard.hosted.handshake import are_all_guarded
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.last_loss import end_in_the_middle
 from nanguard.hosted.losses import mean_that_counts, undivided
 from nanguard.hosted.names import names_in_sight
 from nanguard.hosted.optimizers import ProgramCall, ProgramOptimizers, makes_finite_updates, num_steps_made
-from nanguard.hosted.scale import ProgramScaler
+from nanguard.hosted.scale import ScaledSteps
 from nanguard.hosted.settings import Settings
+from nanguard.hosted.shared import Shared
 from nanguard.hosted.shared_buffers import SharedBuffers
+from nanguard.hosted.sound import sound_steps_of
 from nanguard.hosted.trained_modules import TrainedModules
-from nanguard.hosted.unchecked import UncheckedSteps
 from nanguard.monitor.observer import Monitor
-from nanguard.numerics.clip import scale_
 from nanguard.numerics.finite import nonfinite
 from nanguard.policy.rungs import Halt
 from nanguard.state.names import layers
@@ -46,13 +45,12 @@ log = logging.getLogger("nanguard")
 
 _LAST_ADVICE = "none known; nanguard run --trace follows every step as it runs, and may show it if it happens again"
 _ADVICE = "none yet: some of the next steps are traced, to find it if it happens again; --trace does so from step 0 on"
-_ORDINARY_NORM = 1e12
 
 
-class HostedStep(UncheckedSteps):
+class HostedStep(ScaledSteps):
     """``trained`` contains all that the optimizer trains; ``roots`` are the modules that the program calls.
 
-    ``shares`` says that there are other optimizers; ``search`` and ``numbers`` (of incidents) are shared with them.
+    ``shares`` says that there are other optimizers, and ``shared`` is what all of them have in common.
     ``schedulers`` are those that the host advances: a rollback puts them back too. ``can_trace`` says whether the host
     can run a step under a trace; such a host leaves steps alone that are captured in a CUDA graph. With
     ``was_skipped``, a host that need not wait counts each step as applied, and ``was_skipped`` is called for one that
@@ -70,8 +68,7 @@ class HostedStep(UncheckedSteps):
         *,
         name: str,
         shares: bool,
-        search: Search,
-        numbers: Iterator[int],
+        shared: Shared,
         schedulers: Sequence[LRScheduler] = (),
         can_trace: bool = True,
         was_skipped: Callable[[], None] | None = None,
@@ -104,12 +101,12 @@ class HostedStep(UncheckedSteps):
             skippable=self.skippable,
             ranks=ranks,
             make_journal=lambda is_first: make_journal(
-                settings.run_dir, is_first=is_first, optimizer=name, observers=observers, repeats=settings.repeats
+                settings.run_dir, is_first=is_first, optimizer=name, observers=observers, repeats=shared.repeats
             ),
         )
         self.parts.fp32_fix, self.parts.may_be_captured = settings.fp32_fix, not can_trace
         self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
-        self.parts.journal.share_numbers(numbers)
+        self.parts.journal.share_numbers(shared.numbers)
         would_wait = was_skipped is not None and ranks.size > 1  # a rank that asks alone gets no answer
         is_asked = shares or traits_of(optimizer).needs_closure or would_wait
         self.sync = "eager" if is_asked else choose_sync(settings.sync, self.parts)
@@ -117,7 +114,7 @@ class HostedStep(UncheckedSteps):
             self.parts,
             sync=self.sync,
             accumulate=1,
-            snapshots=choose_snapshots("auto", settings.policy, device),
+            snapshots=choose_snapshots("auto", settings.policy),
             diagnose=settings.diagnose,
             capture=settings.capture,
             run_dir=settings.run_dir,
@@ -130,7 +127,7 @@ class HostedStep(UncheckedSteps):
         self.examinations.last_advice = _LAST_ADVICE if can_trace and not settings.trace else "none known"
         goes_on = any(not isinstance(rung, Halt) for rung in settings.policy.ladder)
         is_allowed = can_trace and (settings.trace or goes_on)
-        self.examinations.live.configure(search=search, is_always=settings.trace, is_allowed=is_allowed)
+        self.examinations.live.configure(search=shared.search, is_always=settings.trace, is_allowed=is_allowed)
         if not makes_finite_updates(optimizer):
             self.parts.update_checks.turn_on_for_good()
         self._hears_late = was_skipped is not None
@@ -142,8 +139,10 @@ class HostedStep(UncheckedSteps):
         self.count_from(num_steps_made(optimizer))
         self.clipping = ProgramClipping(optimizer, device)
         self._num_params = sum(len(group) for group in self.skippable.groups())
-        self.grad_scaler: Any = None
-        self._are_scaled = self.has_called = False  # ``has_called``: a module, since the step was opened
+        self.itself = frozenset({id(self)})
+        self._may_be_sound = can_trace and not schedulers  # else the host does more between two steps
+        self.sound = sound_steps_of(self, is_allowed=self._may_be_sound)
+        self.has_called = False  # a module was called since the last step
         self._are_training: list[bool] = []  # the outermost modules, at their last call
 
     def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
@@ -175,11 +174,16 @@ class HostedStep(UncheckedSteps):
     def open(self, *, notes_later: bool = False) -> None:
         """Begins a step and notes what it may change. ``notes_later``: a module is called before it changes."""
         self.has_called = False
+        self.sound.end()
         self.engine.open(rerunnable=False, divisor=1, notes_later=notes_later)
 
     def _pending(self, *, in_backward: bool = False) -> PendingStep:
         """The open step; a new one if an exception has ended the last one early, or one of the same backward pass."""
-        return self.parts.pending or self.engine.open(rerunnable=False, divisor=1, in_backward=in_backward)
+        pending = self.parts.pending
+        if pending is None:
+            is_noted = self.sound.end()
+            pending = self.engine.open(rerunnable=False, divisor=1, in_backward=in_backward, are_buffers_noted=is_noted)
+        return pending
 
     @property
     def is_rerunning(self) -> bool:
@@ -216,9 +220,9 @@ class HostedStep(UncheckedSteps):
         if has_buffers:
             parts.last_forward.begin_(parts.buffers)
 
-    def look_for_discarded(self, calls: list[Call]) -> None:
+    def look_for_discarded(self, calls: list[Call], this: Iteration) -> None:
         """Examines those with NaN results that the program has thrown away, and removes them."""
-        self.engine.look_for_discarded(self._pending(), calls)
+        self.engine.look_for_discarded(replace(self._pending(), tape=this.tape, fetched=list(this.fetched)), calls)
 
     def end(self, this: Iteration, error: BaseException | None, taper: TapeRecorder, before: Sequence[Tensor]) -> None:
         """The host ends in the middle of this step, maybe because of ``error``. ``before``: older losses. Syncs."""
@@ -249,7 +253,7 @@ class HostedStep(UncheckedSteps):
         """Measures the step now, before the host clips. ``step`` then decides by these values. One sync if any."""
         pending = self._pending()
         self._fill(pending, this)
-        self._follow_scaler()
+        self.follow_scaler()
         self.engine.measure(pending)
 
     def has_bad_gradients(self) -> bool:
@@ -275,21 +279,12 @@ class HostedStep(UncheckedSteps):
             trained.take(params, names_in_sight(params))
             self.parts.look_again()
 
-    def use_scaler(self, scaler: Any, *, are_scaled: bool = False) -> None:
-        """The program's GradScaler steps this optimizer: it may find an overflow, which is routine.
-
-        ``are_scaled`` says that the gradients have not been divided by the scale yet.
-        """
-        self.grad_scaler, self._are_scaled = scaler, are_scaled
-        if self.parts.precision.scaler is None:
-            self.ask_the_host()
-            self.parts.precision.use_scaler(ProgramScaler(self.parts.state.device))
-
     def ask_the_host(self) -> None:
         """From now on the host decides before each step, since other optimizers may step in between."""
         if self.sync == "late":
             self.sync = "eager"
             self.engine.ask_the_host()
+            self.sound = sound_steps_of(self, is_allowed=self._may_be_sound)
             self.open()
 
     def forbid_tracing(self) -> None:
@@ -310,7 +305,7 @@ class HostedStep(UncheckedSteps):
         if pending.measured is None and pending.on_device is None:
             self._fill(pending, this)
         if parts.precision.scaler is not None:
-            self._follow_scaler()
+            self.follow_scaler()
         before = parts.journal.last
         skippable.take(call)
         if in_backward or self._hears_late:  # an earlier step may be answered first
@@ -330,8 +325,23 @@ class HostedStep(UncheckedSteps):
         else:
             self.was_applied = call.is_called
         if not in_backward:
-            self.open(notes_later=self.has_called and not parts.buffers.is_used)
+            if self.was_applied:
+                self.engine.mode.before()  # as ``open`` does: an earlier step may have to be answered
+                self.sound.look()
+            if self.sound.is_on:  # the next step is opened once something unusual happens
+                self.has_called = False
+            else:
+                self.open(notes_later=self.has_called and not parts.buffers.is_used)
         return call.result
+
+    def was_sound(self, measured: Any, this: Iteration) -> None:
+        """The program has made a step that ``sound`` has measured."""
+        self.num_calls += 1
+        self.was_applied, self.has_called = True, False
+        this.stepped.append(self)
+        self.sound.made(measured)
+        if not self.sound.is_on:
+            self.open(notes_later=not self.parts.buffers.is_used)
 
     def put_back(self) -> None:
         """Puts buffers back to what they were before a step that was refused, or another one of the same iteration."""
@@ -363,11 +373,10 @@ class HostedStep(UncheckedSteps):
         pending.evidence = this
 
     def _has_ordinary_norms(self) -> bool:
-        """Clipping computes norms in fp32, which overflow before gradients do: not if the last ones were near that."""
         last = self.parts.journal.last
         if self.parts.precision.scaler is not None or last is None:
             return False
-        return all(norm < _ORDINARY_NORM for norm in last.verdict.reading.norms)
+        return are_ordinary(last.verdict.reading.norms)
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
@@ -382,17 +391,6 @@ class HostedStep(UncheckedSteps):
             return losses
         self.engine.discarded.left_out(self._pending(), this.calls, losses, is_part=len(good) > 1)
         return good
-
-    def _follow_scaler(self) -> None:
-        """Takes in what the program's GradScaler has done to the gradients."""
-        ours = self.parts.precision.scaler
-        if not isinstance(ours, ProgramScaler):
-            return
-        grad_scale = getattr(self.optimizer, "grad_scale", None)
-        if grad_scale is not None and self._settings.max_norm is not None:  # clipping needs them in their true size
-            scale_(self.skippable.gradients(), grad_scale.double().reciprocal().float())
-            self.optimizer.grad_scale = grad_scale = None  # type: ignore[attr-defined]
-        ours.follow(_compat.scale_of(self.grad_scaler), are_scaled=grad_scale is not None or self._are_scaled)
 
     def was_refused(self) -> bool:
         """Whether the last step was bad, and so not let through, as far as the host knows."""

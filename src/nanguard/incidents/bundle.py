@@ -273,7 +273,7 @@ class Bundles:
         if capture == "full":
             draft.add_named("weights", named_weights(model), min(self._weights_limit, room - draft.size))
         else:
-            draft.leave_out("weights", "they are saved only with capture='full'")
+            draft.leave_out("weights", "they are saved only with capture='full', or nanguard run --capture full")
 
     def _add_samples(
         self,

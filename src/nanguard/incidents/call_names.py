@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
+from nanguard.state.warned import as_warned_before
 from nanguard.step.tape import name_of, words
 from nanguard.step.tape_kinds import DRAWS, MAKES, PROPERTIES, ROW, kind_of
 
@@ -74,6 +75,7 @@ def _names() -> dict[Any, str]:
     return {function: name for name, function in reversed(_functions().items())}
 
 
+@as_warned_before()
 def _overridable() -> set[Any]:
     return {each for space in get_overridable_functions().values() for each in space if _is_function(each)}
 

@@ -108,7 +108,8 @@ class _TapeReader:
         if any(isinstance(leaf, Lost) for leaf in leaves((args, kwargs))):
             raise ValueError("an argument of a module was not saved")
         mode = dtype is not None, dtype or torch.bfloat16
-        call = Call(args, kwargs, rng, mode, called=self._module(told["module"]), code=position)
+        call = Call(args, kwargs, rng, mode, position)
+        call.called = self._module(told["module"])
         return Row(None, args, kwargs, *state, call)
 
     def _here(self, device: torch.device) -> torch.device:

@@ -33,7 +33,6 @@ _WORTH_IT = 4
 _LOW = {torch.float32, torch.bfloat16, torch.float16}
 _vector_norm: Any = torch.linalg.vector_norm
 _grad_of = attrgetter("grad")
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _compat_modes.set_grad_enabled
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -133,12 +132,13 @@ def joint_norm(tensors: list[Tensor]) -> float:
     """
     if not tensors:
         return 0.0
-    records_graph = _is_grad_enabled()
-    _set_grad_enabled(False)
     try:
         if sum(map(Tensor.numel, tensors)) >= _MANY:
-            return math.hypot(*torch.stack(list(_norms(tensors, 2.0))).tolist())
+            with _compat_modes.NoGrad():
+                return math.hypot(*torch.stack(list(_norms(tensors, 2.0))).tolist())
         flat = _compat_kernels.flatten(tensors)
+        if flat.requires_grad:  # of a backward pass with create_graph
+            flat = flat.detach()
         if flat.dtype is torch.float32:
             squares: float = flat.dot(flat).item()  # takes half the time of a norm in float64
             if _LEAST_SQUARES < squares < math.inf:
@@ -147,8 +147,6 @@ def joint_norm(tensors: list[Tensor]) -> float:
         return norm
     except RuntimeError:  # they are sparse, or on several devices
         return math.nan
-    finally:
-        _set_grad_enabled(records_graph)
 
 
 def combine_(norms: Tensor, each: Sequence[Tensor], groups: Sequence[Tensor], *, alike: bool) -> None:

@@ -12,7 +12,7 @@ from nanguard.diagnosis.exam import Past
 from nanguard.incidents.bundle import Bundles
 from nanguard.preflight_checks.edges import DangerSite
 from nanguard.preflight_checks.record import PreflightFinding, Reach, Severity
-from nanguard.preflight_checks.rehearsal import Rehearsal, StepResult
+from nanguard.preflight_checks.step_runner import StepResult, StepRunner
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Outcome, Reading, Verdict
 from nanguard.run_folder import RunFolder, as_seen
@@ -29,9 +29,9 @@ _Key = tuple[Any, ...]
 class FindingList:
     """``refused`` says which inputs the program raised an error for."""
 
-    def __init__(self, rehearsal: Rehearsal, run_dir: str | Path | RunFolder | None) -> None:
-        self._rehearsal = rehearsal
-        precision = rehearsal.parts.precision.name
+    def __init__(self, runner: StepRunner, run_dir: str | Path | RunFolder | None) -> None:
+        self._runner = runner
+        precision = runner.parts.precision.name
         self._bundles = None if run_dir is None else Bundles(run_dir, "full", precision=precision)
         self._findings: dict[_Key, PreflightFinding] = {}
         self.refused: list[str] = []
@@ -49,10 +49,10 @@ class FindingList:
         self, words: str, batch: Any, reach: Reach, past: Past, *, at: tuple[str, int] | None, is_deep: bool
     ) -> bool:
         """Whether the step is non-finite, which is then a finding. With ``at``, only if it begins at that line."""
-        result = self._rehearsal.result(batch)
+        result = self._runner.result(batch)
         if result.error is None and not result.found:
             return False
-        pending = self._rehearsal.pending(batch)
+        pending = self._runner.pending(batch)
         diagnosis = self._examined(pending, past, is_deep, result)
         if result.error is not None and (diagnosis is None or not _ends_in_nan(diagnosis)):
             if len(self.refused) < _MOST_REFUSED:
@@ -70,10 +70,8 @@ class FindingList:
     def _examined(self, pending: PendingStep, past: Past, is_deep: bool, result: StepResult) -> Diagnosis | None:
         """None if the step is finite now, or if the program just does not accept the input."""
         try:
-            with self._rehearsal.at_lowest_scale():
-                return self._rehearsal.diagnosis(
-                    pending, past, lambda each: is_deep and _key(each) not in self._findings
-                )
+            with self._runner.at_lowest_scale():
+                return self._runner.diagnosis(pending, past, lambda each: is_deep and _key(each) not in self._findings)
         except Exception as error:
             if result.error is not None:
                 return None
@@ -97,7 +95,7 @@ class FindingList:
 
     def add_update(self, words: str, pending: PendingStep) -> None:
         """The optimizer makes a non-finite update of the gradients of now."""
-        diagnosis = self._rehearsal.diagnosis_of_update(pending)
+        diagnosis = self._runner.diagnosis_of_update(pending)
         if diagnosis is not None:
             finding = PreflightFinding(severity="broke", reach="gradients", stress=words, diagnosis=diagnosis)
             self._add(finding)
@@ -112,7 +110,7 @@ class FindingList:
             because="the denominator can be negative and positive, and is 0 in between",
             confidence="likely",
         )
-        self.add_nearly(with_remedy(diagnosis), words, self._rehearsal.pending(batch), "input")
+        self.add_nearly(with_remedy(diagnosis), words, self._runner.pending(batch), "input")
 
     def _add(self, finding: PreflightFinding, pending: PendingStep | None = None, result: StepResult = _FINITE) -> None:
         key = _key(finding.diagnosis)
@@ -126,7 +124,7 @@ class FindingList:
         """The folder of the step; empty if steps are not saved, or this one is finite and there is nothing to run."""
         if self._bundles is None or pending is None or not (result.found or result.error):
             return ""
-        parts = self._rehearsal.parts
+        parts = self._runner.parts
         scale = None if parts.precision.scaler is None else parts.precision.scaler.floor
         found = result.found or ("loss",)
         loss = math.nan if result.error is not None else result.loss

@@ -17,8 +17,8 @@ from nanguard.diagnosis.exam import Past
 from nanguard.preflight_checks.findings import FindingList
 from nanguard.preflight_checks.headroom import without_room
 from nanguard.preflight_checks.record import PreflightReport, Reach
-from nanguard.preflight_checks.rehearsal import Rehearsal
 from nanguard.preflight_checks.search import Searcher
+from nanguard.preflight_checks.step_runner import StepRunner
 from nanguard.preflight_checks.stresses import LegalBatches
 from nanguard.run_folder import RunFolder
 from nanguard.standalone import check_arguments
@@ -69,23 +69,23 @@ def preflight(
     check_arguments("preflight", model, loss_fn)
     if not minutes > 0:
         raise ValueError(f"minutes must be above 0, got {minutes!r}")
-    rehearsal = Rehearsal(model, loss_fn, optimizer, precision, loss_scale)
+    runner = StepRunner(model, loss_fn, optimizer, precision, loss_scale)
     batches = [batch, *itertools.islice(more_batches, _MOST_BATCHES - 1)]
-    return _Flight(rehearsal, batches, minutes * 60, run_dir, progress or (lambda words, share: None)).report()
+    return _Flight(runner, batches, minutes * 60, run_dir, progress or (lambda words, share: None)).report()
 
 
 class _Flight:
     def __init__(
         self,
-        rehearsal: Rehearsal,
+        runner: StepRunner,
         batches: Sequence[Any],
         seconds: float,
         run_dir: str | Path | RunFolder | None,
         progress: Progress,
     ) -> None:
-        self._rehearsal, self._batches = rehearsal, batches
+        self._runner, self._batches = runner, batches
         self._seconds, self._began, self._progress = seconds, time.monotonic(), progress
-        self._findings = FindingList(rehearsal, run_dir)
+        self._findings = FindingList(runner, run_dir)
         self._legal = LegalBatches(batches)
         self._cut_short: list[str] = []
 
@@ -97,7 +97,7 @@ class _Flight:
             if left <= 0 and place:
                 self._cut_short.append(words)
                 continue
-            with self._rehearsal.untouched(), contextlib.closing(stage()) as steps:
+            with self._runner.untouched(), contextlib.closing(stage()) as steps:
                 for _ in steps:
                     self._progress(words, min(1.0, max(place / len(stages), self._used / self._seconds)))
                     if self._used > until:
@@ -105,7 +105,7 @@ class _Flight:
                         break
         return PreflightReport(
             findings=self._findings.all(),
-            num_steps=self._rehearsal.num_steps,
+            num_steps=self._runner.num_steps,
             seconds=round(self._used, 1),
             cut_short=tuple(self._cut_short),
             refused=tuple(self._findings.refused),
@@ -113,7 +113,7 @@ class _Flight:
 
     def _stages(self) -> dict[str, Callable[[], Generator[None, None, None]]]:
         """What to do, in order: what needs least to happen comes first."""
-        precision, with_optimizer = self._rehearsal.parts.precision, self._rehearsal.has_optimizer
+        precision, with_optimizer = self._runner.parts.precision, self._runner.has_optimizer
         return {
             "training on the given batches": self._train,
             "extreme inputs": self._stress,
@@ -133,24 +133,24 @@ class _Flight:
 
     def _train(self) -> Generator[None, None, None]:
         """A few steps as they are, with every op watched in the first."""
-        result = self._rehearsal.result(self._batches[0])
+        result = self._runner.result(self._batches[0])
         if result.error is not None and not self._try("the first batch", self._batches[0], "data"):
             raise result.error
         yield
         if result.error is None:
-            self._legal.widen(self._rehearsal.embedded(self._batches[0]))
+            self._legal.widen(self._runner.embedded(self._batches[0]))
         self._watch("the first batch", self._batches[0], "data", is_first=True)
         yield
         yield from self._steps("of training on the given batches", "data")
 
     def _steps(self, words: str, reach: Reach) -> Generator[None, None, None]:
-        sizes = ParameterSizes(self._rehearsal.parts.state.parameters())
+        sizes = ParameterSizes(self._runner.parts.state.parameters())
         for step in range(max(_STEPS, len(self._batches))):
             batch = self._batches[step % len(self._batches)]
             past = Past(first_sizes=sizes, num_applied=step)
             if self._try(f"step {step} {words}", batch, reach, past):
                 return
-            if not self._rehearsal.train_on(batch):
+            if not self._runner.train_on(batch):
                 self._findings.add_unrepeatable(f"step {step} {words}", reach)
                 return
             yield
@@ -165,7 +165,7 @@ class _Flight:
 
     def _draw(self) -> Generator[None, None, None]:
         """The same batch with other random numbers, if the program draws any."""
-        if not self._rehearsal.draws(self._batches[0]):
+        if not self._runner.draws(self._batches[0]):
             return
         for number in range(_DRAWS):
             torch.manual_seed(number)
@@ -174,19 +174,19 @@ class _Flight:
 
     def _update(self) -> Generator[None, None, None]:
         """The optimizer alone, with gradients that a layer may get."""
-        rehearsal = self._rehearsal
+        runner = self._runner
         for words, (fill, times) in GRADIENTS.items():
-            if not rehearsal.survives(fill, times):
-                with rehearsal.untouched(), rehearsal.with_gradients(fill) as pending:
+            if not runner.survives(fill, times):
+                with runner.untouched(), runner.with_gradients(fill) as pending:
                     for _ in range(times):
-                        if rehearsal.is_update_bad():
+                        if runner.is_update_bad():
                             self._findings.add_update(words, pending)
                             break
-                        rehearsal.update()
+                        runner.update()
             yield
 
     def _search_inputs(self) -> Generator[None, None, None]:
-        searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
+        searcher = Searcher(self._runner, self._batches[0], self._legal.ranges)
         for site in searcher.sites(in_weights=False):
             words = f"an input that was searched for, to bring {site.op} to its edge"
             for pushed in searcher.push(site, in_weights=False):
@@ -198,25 +198,25 @@ class _Flight:
                 yield
 
     def _raise_learning_rate(self) -> Generator[None, None, None]:
-        for optimizer in self._rehearsal.parts.state.optimizers:
+        for optimizer in self._runner.parts.state.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * FACTOR
         yield from self._steps(f"with a learning rate that is {FACTOR:g} times higher", "settings")
 
     def _raise_loss(self) -> Generator[None, None, None]:
         """In fp16 without a loss scale that adapts itself."""
-        with self._rehearsal.scaled(FACTOR):
+        with self._runner.scaled(FACTOR):
             for batch in self._batches[:4]:
                 self._try(f"a loss, or loss scale, that is {FACTOR:g} times larger", batch, "settings")
                 yield
 
     def _search_weights(self) -> Generator[None, None, None]:
-        searcher = Searcher(self._rehearsal, self._batches[0], self._legal.ranges)
+        searcher = Searcher(self._runner, self._batches[0], self._legal.ranges)
         for site in searcher.sites(in_weights=True):
             words = f"weights that were searched for, to bring {site.op} to its edge"
             if self._findings.knows(site.line):
                 continue
-            with self._rehearsal.untouched():
+            with self._runner.untouched():
                 for pushed in searcher.push(site, in_weights=True):
                     if self._try(words, pushed.batch, "weights", at=site.line):
                         break
@@ -231,15 +231,15 @@ class _Flight:
         return self._findings.try_step(words, batch, reach, past or Past(), at=at, is_deep=self._used < self._seconds)
 
     def _watch(self, words: str, batch: Any, reach: Reach, *, is_first: bool = False) -> None:
-        pending = self._rehearsal.pending(batch)
+        pending = self._runner.pending(batch)
         try:
-            run = self._rehearsal.watched(pending)
+            run = self._runner.watched(pending)
         except Exception:  # the program does not accept this batch; result() has noted it
             return
         if is_first:
-            for diagnosis in self._rehearsal.state_faults(pending, run):
+            for diagnosis in self._runner.state_faults(pending, run):
                 self._findings.add_state("before any step, even if this batch does not use it", diagnosis)
         if run.is_finite:
-            for number, diagnosis in without_room(run, self._rehearsal.scale):
-                if self._rehearsal.is_harmful(pending, number):
+            for number, diagnosis in without_room(run, self._runner.scale):
+                if self._runner.is_harmful(pending, number):
                     self._findings.add_nearly(diagnosis, words, pending, reach)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanguard.preflight_checks.edges import DangerSite, EdgeWatch
 from nanguard.preflight_checks.ranges import TensorRange
-from nanguard.preflight_checks.rehearsal import Rehearsal, copied
+from nanguard.preflight_checks.step_runner import StepRunner, copied
 from nanguard.state.trees import exchanged, named_tensors
 
 _FIRST_STEP, _SMALLEST_STEP, _MOST_STEPS = 0.5, 1e-4, 40
@@ -32,13 +32,13 @@ class Pushed:
 
 
 class Searcher:
-    """Searches one program, from one batch. Call everything inside ``rehearsal.untouched()``."""
+    """Searches one program, from one batch. Call everything inside ``runner.untouched()``."""
 
-    def __init__(self, rehearsal: Rehearsal, batch: Any, ranges: Mapping[str, TensorRange]) -> None:
-        self._rehearsal, self._ranges = rehearsal, ranges
+    def __init__(self, runner: StepRunner, batch: Any, ranges: Mapping[str, TensorRange]) -> None:
+        self._runner, self._ranges = runner, ranges
         self._start = batch
         self._names = self._real_names()
-        self._params = [p for p in rehearsal.parameters if p.is_floating_point()]
+        self._params = [p for p in runner.parameters if p.is_floating_point()]
         self._home = [p.detach().clone() for p in self._params]
         self._reach = [REACH * _typical_size(p) for p in self._home]
 
@@ -107,7 +107,7 @@ class Searcher:
         watch = EdgeWatch()
         try:
             with watch:
-                self._rehearsal.loss_of(exchanged(whole, used))
+                self._runner.loss_of(exchanged(whole, used))
         except Exception:
             return None, leaves
         return watch, leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,10 @@ def _operand(operand: Operand) -> str:
     if not operand.dtype:
         return operand.name if operand.value is None else f"{operand.name} = {operand.value:g}"
     shape = " x ".join(map(str, operand.shape)) or "scalar"
-    span = "" if operand.low is None or operand.high is None else f", {operand.low:.4g} .. {operand.high:.4g}"
+    has_finite = operand.num_nan + operand.num_inf < math.prod(operand.shape)
+    span = ""
+    if has_finite and operand.low is not None and operand.high is not None:
+        span = f", {operand.low:.4g} .. {operand.high:.4g}"
     bad = [f"{number:,} {name}" for number, name in ((operand.num_nan, "NaN"), (operand.num_inf, "Inf")) if number]
     at = "" if operand.value is None else f", {operand.value:.6g} at the offending element"
     return f"{operand.name}: {format_name(operand.dtype)} {shape}{span}{''.join(f', {b}' for b in bad)}{at}"

@@ -20,6 +20,6 @@ def guard_html(
     rows: list[tuple[str, Child]] = [("steps", told), ("precision", precision)]
     if in_fp32:
         rows.append(("in fp32", listed(in_fp32, _MOST_MODULES)))
-    rows.append(("host hears", "at once, one sync a step" if syncs else "a little later, no sync"))
+    rows.append(("mode", "eager: one sync per step" if syncs else "late: no sync"))
     rows.append(("incidents", f"{len(incidents):,}" if incidents else "none"))
     return box("Guard", table(rows), incidents_table(incidents) if incidents else None)

@@ -62,6 +62,15 @@ def healthy_verdict(reading: Reading) -> Verdict:
     return verdict
 
 
+SoundStep = tuple[int, float, tuple[float, ...], tuple[float | None, ...]]
+"""Its number, its loss, the norms and the learning rates."""
+
+
+def sound_outcome(step: int, loss: float, norms: tuple[float, ...], lrs: tuple[float | None, ...]) -> Outcome:
+    """Of a step outside ``guard.epoch`` in which nothing was non-finite, and that was applied."""
+    return applied(healthy_verdict(healthy_reading(step, 0, None, loss, loss, norms, lrs, 0)))
+
+
 def applied(verdict: Verdict) -> Outcome:
     """``Outcome(verdict=verdict, action=APPLY, applied=True)``."""
     draft: Any = _OutcomeDraft()

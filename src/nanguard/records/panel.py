@@ -167,7 +167,7 @@ def done(outcome: Outcome) -> str:
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
         if outcome.did:
-            return "no step was made of it, nothing changed"
+            return "not used for training, nothing changed"
         return "step skipped" if outcome.verdict.reading.num_stepped_before else "step skipped, nothing changed"
     return {
         "apply": "bad micro-batches dropped, the rest of the step applied",

@@ -219,6 +219,10 @@ class Incidents(tuple[Incident, ...]):
         ]
         return "\n".join(lines) or "no incidents"
 
+    def __repr__(self) -> str:
+        """As it is printed: a console shows it too."""
+        return str(self)
+
     def _repr_html_(self) -> str:
         """The HTML for a notebook."""
         from nanguard.records.notebook import incidents_html

@@ -24,8 +24,8 @@ from nanguard.records.alert import Alert
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Action, Cause, Means, Outcome, Reading, Verdict
 from nanguard.recovery.alerts import StandingAlerts
-from nanguard.recovery.casebook import Casebook
 from nanguard.recovery.context import StepContext
+from nanguard.recovery.incident_recorder import IncidentRecorder
 from nanguard.recovery.mitigations import ActiveMitigations
 from nanguard.recovery.proof import by_rehearsal, holds_what_is_new
 from nanguard.recovery.rollbacks import Rollbacks
@@ -54,7 +54,7 @@ class Recovery:
         self._rollbacks = Rollbacks(parts, data, ring, self.mitigations)
         self._dry_run = DryRun(parts)
         self.examinations = DiagnosisScheduler(parts, self._dry_run, diagnose)
-        self.casebook = Casebook(parts, self.examinations, ring, bundles)
+        self.recorder = IncidentRecorder(parts, self.examinations, ring, bundles)
         self._witness: PendingStep | None = None
         self._last_good: PendingStep | None = None
         self._from_the_start = frozenset(self._state.nonfinite())
@@ -70,9 +70,10 @@ class Recovery:
         journal.recent.append(reading)
         if rule is not None:
             journal.trend = journal.trend.after(reading.mean_loss, rule)
-        if self.ring is not None:
+        if self.ring is not None and self.ring.candidate is not None:
             self.ring.heard(reading.step)
-        self._rollbacks.note(reading)
+        if reading.batch is not None:
+            self._rollbacks.note(reading.step, (reading.epoch, reading.batch))
         if rule is None or not journal.trend.beyond:
             if pending.rerunnable:
                 self._witness = self._last_good = pending
@@ -103,13 +104,13 @@ class Recovery:
         if is_damaged:
             verdict = replace(verdict, kind="damage", cause="weights")
         is_last = self._will_halt(verdict)
-        diagnosis = self.casebook.examine(pending, reading, is_last=is_last)
+        diagnosis = self.recorder.examine(pending, reading, is_last=is_last)
         if is_damaged:
             self._parts.update_checks.turn_on(self._parts.num_steps)
         verdict = replace(verdict, means=self._means(pending, diagnosis))
-        kept = self.casebook.gather(pending, reading, diagnosis, is_last=is_last)
+        kept = self.recorder.gather(pending, reading, diagnosis, is_last=is_last)
         answer = replace(self._climb(pending, verdict, diagnosis), diagnosis=diagnosis)
-        answer = replace(answer, bundle=self.casebook.write(answer, kept))
+        answer = replace(answer, bundle=self.recorder.write(answer, kept))
         behind = self._parts.num_steps - reading.step - 1
         return replace(answer, lost=behind) if answer.went_back else answer
 
@@ -127,12 +128,12 @@ class Recovery:
 
     def leave_out(self, pending: PendingStep, reading: Reading, did: str) -> Outcome:
         """A non-finite pass that never became a step: it is examined and saved. Nothing has to be done about it."""
-        diagnosis = self.casebook.examine(pending, reading)
-        kept = self.casebook.gather(pending, reading, diagnosis)
+        diagnosis = self.recorder.examine(pending, reading)
+        kept = self.recorder.gather(pending, reading, diagnosis)
         verdict = replace(self._parts.judge(reading), means=self._means(pending), progress=self._parts.journal.progress)
         action = Action(response="skip")
         outcome = Outcome(verdict=verdict, action=action, applied=False, did=did, diagnosis=diagnosis)
-        return replace(outcome, bundle=self.casebook.write(outcome, kept))
+        return replace(outcome, bundle=self.recorder.write(outcome, kept))
 
     def look(self, pending: PendingStep) -> Outcome | None:
         """Between steps: an outcome if the state is damaged although every step was finite. Waits for the device."""
@@ -153,11 +154,11 @@ class Recovery:
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C, or an exit, came while the step was examined."""
-        return self.casebook.is_interrupted
+        return self.recorder.is_interrupted
 
     def letting_interrupts_out(self) -> contextlib.AbstractContextManager[None]:
         """Around answering and recording a step."""
-        return self.casebook.letting_interrupts_out()
+        return self.recorder.letting_interrupts_out()
 
     def prepare(self, facts: Mapping[str, Any]) -> None:
         """Before a snapshot of another process is put back: weights that had been cast to fp32 are to be so again."""
@@ -177,7 +178,7 @@ class Recovery:
 
         A step that is being captured waits for nothing: whoever replays it does.
         """
-        if self.ring is not None and not self._parts.is_capturing:
+        if self.ring is not None and self.ring.is_being_read and not self._parts.is_capturing:
             self.ring.fence()
 
     def back_off(self, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from nanguard.policy.rungs import Rollback
-from nanguard.records.steps import Reading, Verdict
+from nanguard.records.steps import Verdict
 from nanguard.recovery.mitigations import ActiveMitigations
 from nanguard.state.data import Data, Place
 from nanguard.state.rng import RngState
@@ -23,10 +23,9 @@ class Rollbacks:
         self._parts, self._data, self._ring, self._mitigations = parts, data, ring, mitigations
         self._places: deque[tuple[int, Place]] = deque(maxlen=512)
 
-    def note(self, reading: Reading) -> None:
-        """A healthy step."""
-        if reading.batch is not None:
-            self._places.append((reading.step, (reading.epoch, reading.batch)))
+    def note(self, step: int, place: Place) -> None:
+        """A healthy step, and where its batch was."""
+        self._places.append((step, place))
 
     def forget(self) -> None:
         self._places.clear()

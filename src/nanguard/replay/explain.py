@@ -16,7 +16,7 @@ from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.panel import panel
 from nanguard.records.printable import printable_lines
 from nanguard.records.run import RUN_LOG
-from nanguard.records.steps import Incident
+from nanguard.records.steps import Incident, Outcome
 from nanguard.replay.repeated import RepeatedIncident, by_fault
 from nanguard.replay.runs import header_of
 from nanguard.runlog.reader import read_run
@@ -61,12 +61,25 @@ def about(bundles: Sequence[Bundle], run_dir: Path | None, *, brief: bool) -> It
 
     With ``brief``, a few lines for each fault. ``run_dir`` is None for an incident that was asked for alone.
     """
-    faults = by_fault(bundles)
+    faults = by_fault(bundles, () if run_dir is None else _logged(run_dir))
     for place, fault in enumerate(faults if brief else faults[:1]):
         text = fault.told(short(fault.best) if brief else long(fault.best))
         yield f"\n{text}" if place else text
     if run_dir is not None and not brief and len(faults) > 1:
-        yield f"\n{_others(faults[1:], run_dir, len(bundles))}"
+        yield f"\n{_others(faults[1:], run_dir, sum(fault.count for fault in faults))}"
+
+
+def _logged(path: Path) -> list[Outcome]:
+    """The incidents in the log of a run. Without a log, those that were saved are all that is known."""
+    try:
+        return [incident.outcome for incident in read_run(_run_dir(path)).incidents]
+    except RunLogError:
+        return []
+
+
+def _run_dir(path: Path) -> Path:
+    """The folder of a run, of its log or of its incidents."""
+    return path.parent if path.name in (RUN_LOG, "incidents") else path
 
 
 def short(bundle: Bundle) -> str:
@@ -111,7 +124,7 @@ def _others(faults: Sequence[RepeatedIncident], run_dir: Path, num_incidents: in
 
 def nothing_in(path: Path) -> str:
     """A sentence for a run without saved incidents. Raises ``BundleError`` if its log cannot be read."""
-    run_dir = path.parent if path.name in (RUN_LOG, "incidents") else path
+    run_dir = _run_dir(path)
     if not (run_dir / RUN_LOG).exists():
         return f"{path}: no incident was saved"
     try:
@@ -132,7 +145,7 @@ def outcome(replayed: Replayed, bundle: Bundle) -> str:
     if replayed.differs:
         lines.append("NOT reproduced: " + "; ".join(replayed.differs))
         if "weights" not in bundle.captured:
-            lines.append("   hint      with capture='full' the weights of the step are saved too")
+            lines.append("   hint      capture='full' (nanguard run --capture full) saves the weights of the step too")
     elif replayed.recorded is None:
         lines.append("reproduced: the step is non-finite here too; the run did not examine it")
     else:

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.diagnosis_text import examined
 from nanguard.records.panel import done, what_happened
+from nanguard.records.steps import Outcome
 from nanguard.step.repeats import likeness
 
 _MOST_ACTS = 5
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RepeatedIncident:
-    """Incidents with the same cause at the same place. Only the best examined one is held.
-
-    ``acts`` are the steps at which more was done than to skip, and what.
-    """
+    """Incidents with the same cause at the same place. Of those that were saved only the best examined one is held."""
 
     best: Bundle
-    count: int = 0
-    first_step: int = 0
-    last_step: int = 0
-    done: Counter[str] = field(default_factory=Counter)
-    acts: list[tuple[int, str]] = field(default_factory=list)
+    outcomes: tuple[Outcome, ...]
+    """Of all of them in order, saved or not."""
 
-    def add(self, bundle: Bundle) -> None:
-        outcome, step = bundle.outcome, bundle.outcome.verdict.reading.step
-        if self.count == 0:
-            self.first_step = step
-        self.count += 1
-        self.last_step = step
-        self.done[done(outcome)] += 1
-        if outcome.did:
-            self.acts.append((step, outcome.did))
-        if examined(bundle.diagnosis) > examined(self.best.diagnosis):
-            self.best = bundle
+    @property
+    def count(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def first_step(self) -> int:
+        return self.outcomes[0].verdict.reading.step
+
+    @property
+    def last_step(self) -> int:
+        return self.outcomes[-1].verdict.reading.step
+
+    @property
+    def done(self) -> Counter[str]:
+        """What was done about them, and how often."""
+        return Counter(done(outcome) for outcome in self.outcomes)
+
+    @property
+    def acts(self) -> list[tuple[int, str]]:
+        """The steps at which more was done than to skip, and what."""
+        return [(outcome.verdict.reading.step, outcome.did) for outcome in self.outcomes if outcome.did]
 
     def told(self, text: str) -> str:
         """The text about the best examined incident, with rows under its headline about all of them."""
@@ -71,17 +76,37 @@ class RepeatedIncident:
         return rows
 
 
-def by_fault(bundles: Iterable[Bundle]) -> list[RepeatedIncident]:
+def by_fault(bundles: Iterable[Bundle], logged: Iterable[Outcome] = ()) -> list[RepeatedIncident]:
     """Groups incidents by fault, in the order in which they came. If the first is not well known, one that is leads.
 
-    A later fault may be a consequence of the first, as if the program keeps something of a bad step.
+    A later fault may be a consequence of the first, as if the program keeps something of a bad step. ``logged`` are
+    the incidents in the run log: not all of them are saved. Faults of which none was saved are left out.
     """
-    groups: dict[tuple[Any, ...], RepeatedIncident] = {}
+    best: dict[tuple[Any, ...], Bundle] = {}
+    saved: dict[tuple[Any, ...], list[Outcome]] = {}
     for bundle in bundles:
-        groups.setdefault(likeness(bundle.outcome), RepeatedIncident(best=bundle)).add(bundle)
-    faults = list(groups.values())
-    best = max(faults, key=lambda fault: _known(fault.best.diagnosis), default=None)
-    return [] if best is None else [best, *(fault for fault in faults if fault is not best)]
+        kind = likeness(bundle.outcome)
+        saved.setdefault(kind, []).append(bundle.outcome)
+        if kind not in best or examined(bundle.diagnosis) > examined(best[kind].diagnosis):
+            best[kind] = bundle
+    written: dict[tuple[Any, ...], list[Outcome]] = {}
+    for outcome in logged:
+        written.setdefault(likeness(outcome), []).append(outcome)
+    faults = [
+        RepeatedIncident(best=best[kind], outcomes=_all_of(outcomes, written.get(kind, ())))
+        for kind, outcomes in saved.items()
+    ]
+    leads = max(faults, key=lambda fault: _known(fault.best.diagnosis), default=None)
+    return [] if leads is None else [leads, *(fault for fault in faults if fault is not leads)]
+
+
+def _all_of(saved: Iterable[Outcome], logged: Iterable[Outcome]) -> tuple[Outcome, ...]:
+    """Most incidents are in both. Some are only in the log, and, if the log was removed, some are only saved."""
+    by_step: dict[int, tuple[list[Outcome], list[Outcome]]] = {}
+    for place, outcomes in enumerate((saved, logged)):
+        for outcome in outcomes:
+            by_step.setdefault(outcome.verdict.reading.step, ([], []))[place].append(outcome)
+    return tuple(outcome for _, both in sorted(by_step.items()) for outcome in max(both, key=len))
 
 
 def _known(diagnosis: Diagnosis | None) -> tuple[Any, ...]:

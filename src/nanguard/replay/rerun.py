@@ -340,7 +340,7 @@ def _find_batches(stage: Stage) -> None:
 
 
 def _find_tape(stage: Stage) -> None:
-    """The torch calls of the step, if nobody gives a loss function to run instead."""
+    """The torch calls of the step, if no loss function is given to run instead."""
     program = stage.program
     if program.loss_fn is not None and not program.is_of_run:
         return

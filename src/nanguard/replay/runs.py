@@ -45,7 +45,7 @@ def in_one_line(run: Path) -> str:
         log = read_run(run)
     except RunLogError as error:
         return f"{run}   {num_saved:,} saved incidents; its log cannot be read: {printable(str(error))}"
-    steps = max((record.step + 1 for record in log.steps), default=0)
+    steps = sum({record.optimizer: record.step + 1 for record in log.steps}.values())
     causes = list(dict.fromkeys(each.diagnosis.words for each in log.incidents if each.diagnosis is not None))
     more = " and more" if len(causes) > 3 else ""
     told = f": {'; '.join(causes[:3])}{more}" if causes else ""

@@ -15,6 +15,8 @@ from nanguard.step.observers import Observer
 class RunLogObserver(Observer):
     """Writes each step, incident and event. ``optimizer`` is added to every line if several guards share one log."""
 
+    may_wait = True
+
     def __init__(self, run_dir: str | Path | RunFolder, *, optimizer: str = "") -> None:
         self._log = RunLog(run_dir, optimizer=optimizer)
 

@@ -15,7 +15,8 @@ _LONGEST = 40
 def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool = False) -> list[str]:
     """The source text of the ``num`` arguments of the call at a position in code. Empty if it cannot be found.
 
-    With ``is_method`` the first one is the object that has the method. Instead of a long text there is an empty one.
+    With ``is_method`` the first one is the object that has the method. Of a long call there is only the first argument,
+    instead of another long text an empty one.
     """
     text = "" if code is None else _expression(code, at)
     try:
@@ -23,8 +24,16 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     except SyntaxError:
         return []
     nodes = _arguments(node, num, is_method=is_method)
-    names = [ast.unparse(each) for each in nodes]
-    return [name if len(name) <= _LONGEST else "" for name in names] if len(names) == num else []
+    return [_short(each) for each in nodes] if len(nodes) == num else []
+
+
+def _short(node: ast.expr) -> str:
+    """``torch.tensor(rewards, ...)`` of a long call."""
+    text = ast.unparse(node)
+    if len(text) > _LONGEST and isinstance(node, ast.Call) and (node.args or node.keywords):
+        first = [*node.args[:1], *([] if len(node.args) + len(node.keywords) == 1 else [ast.Constant(...)])]
+        text = ast.unparse(ast.Call(node.func, first or [ast.Constant(...)], []))
+    return text if len(text) <= _LONGEST else ""
 
 
 def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, is_method: bool) -> list[str]:

@@ -19,6 +19,7 @@ from nanguard import _compat
 from nanguard.state.names import plain_name
 
 _CALL = _compat.MODULE_CALL
+_OF_ALL_MODULES = {value.__code__ for value in vars(nn.Module).values() if hasattr(value, "__code__")}
 
 
 class Modules:
@@ -113,4 +114,5 @@ def _codes(kind: type) -> Iterator[CodeType]:
                 function = function.__wrapped__
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType) and not isinstance(value, (staticmethod, classmethod)):
-                yield code
+                is_of_all = code in _OF_ALL_MODULES  # the __call__ of a class may wrap that of nn.Module
+                yield from () if is_of_all else (code,)

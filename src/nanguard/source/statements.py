@@ -15,17 +15,22 @@ def statement_at(file: str, line: int) -> str:
     text = linecache.getline(file, line).strip()
     if not text or _parsed(text) is not None:
         return ""
-    tree = _tree(file)
-    nodes = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, _SIMPLE)]
-    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    if not around:
-        return ""
-    statement = ast.unparse(max(around, key=lambda node: node.lineno))
+    found = simple_statement_at(file, line)
+    statement = "" if found is None else ast.unparse(found)
     return statement if "\n" not in statement and len(statement) <= _LONGEST else ""
 
 
+def simple_statement_at(file: str, line: int) -> ast.stmt | None:
+    """The statement that computes something on a line; None if there is none."""
+    tree = tree_of(file)
+    nodes = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, _SIMPLE)]
+    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    return max(around, key=lambda node: node.lineno) if around else None
+
+
 @functools.lru_cache(maxsize=16)
-def _tree(file: str) -> ast.Module | None:
+def tree_of(file: str) -> ast.Module | None:
+    """The parsed file; None if it cannot be parsed."""
     return _parsed("".join(linecache.getlines(file)))
 
 

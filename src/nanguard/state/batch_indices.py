@@ -183,6 +183,17 @@ def indices_of(batch: Any, fetched: Sequence[FetchedBatch], place: int, num_part
     return indices if len(indices) == num_samples_of(batch, fetched) else ()
 
 
+def whole_dataset(fetched: Sequence[FetchedBatch]) -> Any:
+    """The dataset that the indices of ``indices_of`` are of; None if these batches are of several datasets."""
+    found: dict[int, Any] = {}
+    for each in fetched:
+        dataset = each.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        found[id(dataset)] = dataset
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
 def _with_same_marks(batch: Any, fetched: Sequence[FetchedBatch]) -> list[FetchedBatch]:
     """The one of which the batch is a copy; empty if that could be said of several. Syncs."""
     if not any(each.marks for each in fetched):

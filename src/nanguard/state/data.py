@@ -196,14 +196,16 @@ class Data:
         there = next((walk for walk in self.passes if walk.number == mark["number"]), None)
         if there is None or not (there.can_go_back or mark["loader"] is not None):
             self._skip_next = max(0, then[1] + over - now[1]) if now[0] == then[0] else 0
-            skipped = f", {self._skip_next} batches stepped over" if self._skip_next else ""
+            number = self._skip_next
+            several = "batch is" if number == 1 else f"{number:,} batches are"
+            skipped = f"; the next {several} skipped" if number else ""
             return f"the data are not rewound, since {_kind(self.current.loader)} can be read only once{skipped}"
         self._back, self._skip_next, self._skip_between = (mark, rng), over, between
         back = f"the data go back to batch {then[1]:,} of epoch {then[0]}"
         if over:
-            back += f" and the next {over} are stepped over"
+            back += f", {_skipped(then[1], then[1] + over - 1)}"
         elif between is not None:
-            back += f", batches {between[0][1]:,} to {between[1][1]:,} are stepped over"
+            back += f", {_skipped(between[0][1], between[1][1])}"
         return back
 
     def settle(self) -> None:
@@ -280,6 +282,10 @@ def _pass_over(iterator: Iterator[Any], loader: Iterable[Any], number: int) -> N
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _skipped(first: int, last: int) -> str:
+    return f"batch {first:,} is skipped" if first == last else f"batches {first:,} to {last:,} are skipped"
 
 
 def _kind(loader: Any) -> str:

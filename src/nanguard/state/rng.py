@@ -53,6 +53,7 @@ class RngReader:
         self._drawn_on_host = self._drawn_on_cpu = False
         self._num_calls = 0
         self._last = torch.default_generator.get_state()
+        self._unused = RngState(self._last, None, None)
 
     def now(self, step: int = 0) -> RngState:
         """The current states. Those of Python and NumPy are always read at step 0."""
@@ -65,6 +66,8 @@ class RngReader:
         self._num_calls += 1
         if number < _FIRST or number % _EVERY == 0 or self._drawn_on_host:
             return self.now()
+        if self._generator is None and not self._drawn_on_cpu:
+            return self._unused
         if self._drawn_on_cpu:
             self._last = torch.default_generator.get_state()
         return RngState(self._last, self._on_cuda(), None)
@@ -75,6 +78,7 @@ class RngReader:
             self.compare(before)
             if not self._drawn_on_cpu:
                 self._last = torch.default_generator.get_state()
+                self._unused = RngState(self._last, None, None)
                 self._drawn_on_cpu = not torch.equal(before.cpu, self._last)
 
     def compare(self, before: RngState) -> None:

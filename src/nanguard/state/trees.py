@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
+
+log = logging.getLogger("nanguard")
 
 PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 """Types that hold no tensor: a batch may have millions of them."""
@@ -25,13 +28,30 @@ _MOST_CONTAINERS = 1024
 
 
 def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Keys and values of a container, in order; None for anything else."""
+    """Keys and values of a container, in order; None for anything else.
+
+    Also for a container of the program's own class that cannot be read now: what it raises must not reach the program.
+    """
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return enumerate(tree)
+    if kind is dict:
+        return cast("dict[Any, Any]", tree).items()
     if isinstance(tree, Tensor):
         return None
+    try:
+        return _children_of_own_class(tree)
+    except Exception:
+        log.debug("a %s could not be read", kind.__name__, exc_info=True)
+        return None
+
+
+def _children_of_own_class(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+    """As ``children``. Everything is read at once, so that it raises here or not at all."""
     if isinstance(tree, (list, tuple)):
-        return enumerate(tree)
+        return list(enumerate(tree))
     if isinstance(tree, Mapping):
-        return tree.items()
+        return list(tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = [each.name for each in dataclasses.fields(tree)]
         return [(name, getattr(tree, name)) for name in fields if hasattr(tree, name)]  # some may not be set

@@ -10,166 +10,19 @@ device cannot put back (a buffer that is not there yet, empty, overlapping itsel
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat, _compat_kernels
+from nanguard import _compat
 from nanguard.state.names import plain_name
+from nanguard.state.noted import Bank, Slot, is_fixed
 
 Key = tuple[int, str]
 Copies = dict[Key, Tensor | None]
 
 _LARGE = 1 << 14
-_WATCHED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One tensor by its place in a module, since programs may replace the tensor itself, or have none there."""
-
-    name: str
-    owner: dict[str, Any]
-    key: str
-    saved: Tensor | None = None
-    origin: Tensor | None = None
-    version: int | None = None
-    module: int = 0
-    """The number of the module that it belongs to, among those that have tensors here."""
-
-    @property
-    def current(self) -> Tensor | None:
-        return self.owner.get(self.key)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the copy has the shape and kind of the current tensor, which the program may have replaced."""
-        now, saved = self.current, self.saved
-        return now is saved if now is None or saved is None else _alike(now, saved)
-
-    def was_written_to(self) -> bool:
-        now = self.current
-        return now is not self.origin or (now is not None and _compat.version(now) != self.version)
-
-    def note_(self) -> None:
-        now = self.current
-        if now is None or self.saved is None:
-            self.saved = None
-        else:
-            self.saved.copy_(now)
-        self.origin, self.version = now, None if now is None else _compat.version(now)
-
-    def put_(self, saved: Tensor | None) -> None:
-        """Puts ``saved`` back: into the module's tensor if that is still there, else as a new tensor.
-
-        What a program has put there instead may be its own (a batch that the module remembers) and is not written to.
-        """
-        now = self.current
-        if saved is None:
-            if self.key in self.owner:
-                self.owner[self.key] = None
-        elif now is not None and now is self.origin and _alike(now, saved) and not _is_fixed(now):
-            now.data.copy_(saved)  # by .data: torch would say of a backward pass under way that it was tampered with
-        else:
-            self.owner[self.key] = saved.clone()
-
-    def undo_where_(self, bad: Tensor) -> None:
-        now = self.current
-        if now is None or self.saved is None or not self.fits:
-            return
-        if now is self.origin:
-            torch.where(bad, self.saved, now, out=now)
-        else:
-            self.owner[self.key] = torch.where(bad, self.saved, now)
-
-    def peak(self) -> Tensor | None:
-        """The largest absolute value now, of the elements that were finite before; None if that is not known."""
-        now, saved = self.current, self.saved
-        if now is None or saved is None or now.dtype not in _WATCHED or now.numel() == 0 or not self.fits:
-            return None
-        return _where_finite(saved, now).amax().double().reshape(1)
-
-
-class _Bank:
-    """Small tensors of one kind: their copies lie in one flat tensor, and one kernel copies them all."""
-
-    def __init__(self, slots: list[_Slot], tensors: list[Tensor]) -> None:
-        self.slots = slots
-        shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-        self._saved = torch.cat([t.detach().reshape(-1) for t in tensors])
-        self._now = torch.empty_like(self._saved)
-        self._lengths = torch.tensor(sizes, device=self._saved.device)
-        self._modules = torch.tensor([slot.module for slot in slots], device=self._saved.device)
-        self._saved_views, self._now_views = (
-            [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
-            for flat in (self._saved, self._now)
-        )
-        self._known = tensors
-        self._versions: list[int | None] = []
-        for slot, view, tensor in zip(slots, self._saved_views, tensors, strict=True):
-            slot.saved, slot.origin = view, tensor
-
-    @property
-    def is_watched(self) -> bool:
-        return self._saved.dtype in _WATCHED
-
-    def unchanged(self) -> bool:
-        """Whether the module still has the very tensors it had when they were noted."""
-        return all(slot.owner.get(slot.key) is known for slot, known in zip(self.slots, self._known, strict=True))
-
-    def is_noted(self) -> bool:
-        """Whether torch has counted no write since the last note."""
-        return self.unchanged() and self._versions == _compat.versions(self._known)
-
-    def note_(self) -> None:
-        if not self.unchanged():
-            self._known = [slot.owner[slot.key] for slot in self.slots]
-            for slot, tensor in zip(self.slots, self._known, strict=True):
-                slot.origin = tensor
-        self._copy_to_(self._saved, self._saved_views)
-        self._versions = _compat.versions(self._known)
-
-    def _copy_to_(self, flat: Tensor, views: list[Tensor]) -> None:
-        """A GPU copies them all by one kernel. A CPU copies one by one, and joins them faster."""
-        if flat.device.type == "cpu":
-            flat.copy_(_compat_kernels.flatten(self._known))
-        else:
-            _compat_kernels.foreach_copy_(views, self._known)
-
-    def undo_where_(self, bad: Tensor) -> None:
-        if not self.unchanged():
-            for slot in self.slots:
-                slot.undo_where_(bad)
-            return
-        self._copy_to_(self._now, self._now_views)
-        torch.where(bad, self._saved, self._now, out=self._now)
-        _compat_kernels.foreach_copy_(self._known, self._now_views)
-
-    def find_spoiled_(self, modules: Tensor) -> None:
-        """Sets the flags of the modules that have a tensor here with a new non-finite element."""
-        flags = (~torch.isfinite(self.peaks())).to(modules.dtype)
-        modules.scatter_reduce_(0, self._modules, flags, "amax")
-
-    def mend_(self, modules: Tensor) -> None:
-        """Puts back the tensors of the modules with a flag. Writes every tensor, the others with what they hold."""
-        bad = torch.repeat_interleave(modules[self._modules] != 0, self._lengths, output_size=self._saved.numel())
-        self._copy_to_(self._now, self._now_views)
-        torch.where(bad, self._saved, self._now, out=self._now)
-        # By .data, or torch would raise in the backward pass of a loss that needs one of them.
-        _compat_kernels.foreach_copy_([tensor.data for tensor in self._known], self._now_views)
-
-    def peaks(self) -> Tensor:
-        """The largest absolute value of each tensor, over the elements that were finite before the step."""
-        self._copy_to_(self._now, self._now_views)
-        counted = _where_finite(self._saved, self._now)
-        return torch.segment_reduce(counted.double(), "max", lengths=self._lengths, unsafe=True)
-
-    def is_finite(self) -> bool:
-        """Whether they are the same tensors as when they were noted, and hold no NaN or Inf. Syncs."""
-        return self.unchanged() and math.isfinite(torch.linalg.vector_norm(_compat_kernels.flatten(self._known)).item())
 
 
 class Undo:
@@ -179,10 +32,10 @@ class Undo:
         self._device = device
         self.is_used = False
         """Whether there is anything to note."""
-        self._slots: dict[Key, _Slot] = {}
-        self._banks: list[_Bank] = []
-        self._large: list[_Slot] = []
-        self._loose: dict[Key, _Slot] = {}
+        self._slots: dict[Key, Slot] = {}
+        self._banks: list[Bank] = []
+        self._large: list[Slot] = []
+        self._loose: dict[Key, Slot] = {}
 
     def watch_buffers(self, module: nn.Module, *, only_small: bool = False) -> None:
         """Every buffer that ``module`` has now, and no other; with ``only_small`` those that take little memory."""
@@ -207,6 +60,18 @@ class Undo:
         if self._loose or any(slot.was_written_to() for slot in self._large):
             return False
         return all(bank.is_noted() for bank in self._banks)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether there are running statistics, as of BatchNorm, which change at nearly every step."""
+        return any(slot.key.startswith("running_") for slot in self._slots.values())
+
+    @torch.no_grad()
+    def differ(self) -> Tensor:
+        """1 if a small tensor is not what it was when it was noted, counted by torch or not, else 0. Does not sync."""
+        flags = [bank.differs() for bank in self._banks]
+        flag = torch.stack(flags).any() if flags else torch.zeros((), device=self._device)
+        return flag.double().reshape(1)
 
     def peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Names of floating-point tensors that may have changed, and vectors of their largest absolute values now.
@@ -264,6 +129,10 @@ class Undo:
 
     @torch.no_grad()
     def _note_(self) -> Copies:
+        if not self._loose and not self._large and all(map(Bank.unchanged, self._banks)):
+            for bank in self._banks:
+                bank.note_(are_unchanged=True)
+            return {}
         if self._is_out_of_order():
             self._sort()
         for bank in self._banks:
@@ -281,7 +150,7 @@ class Undo:
         replaced += [slot for slot in self._large if slot.current is not slot.origin]
         if not all(slot.fits for slot in (*replaced, *self._loose.values())):
             return True
-        return any(slot.current is not None and _is_fixed(slot.current) for slot in replaced)
+        return any(slot.current is not None and is_fixed(slot.current) for slot in replaced)
 
     @torch.no_grad()
     def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
@@ -344,13 +213,13 @@ class Undo:
                 slot.current.data.copy_(torch.where(modules[slot.module] != 0, slot.saved, slot.current))
 
     def _take(self, places: list[tuple[str, dict[str, Any]]], *, only_small: bool = False) -> None:
-        slots: dict[Key, _Slot] = {}
+        slots: dict[Key, Slot] = {}
         for path, tensors in places:
             for key, tensor in tensors.items():
                 if only_small and tensor is not None and tensor.numel() >= _LARGE:
                     continue
                 identity = (id(tensors), key)
-                slots[identity] = self._slots.get(identity) or _Slot(plain_name(f"{path}.{key}"), tensors, key)
+                slots[identity] = self._slots.get(identity) or Slot(plain_name(f"{path}.{key}"), tensors, key)
         # A CUDA graph may hold on to the copies: they stay as long as they fit.
         if slots.keys() != self._slots.keys() or not all(slot.fits for slot in slots.values()):
             self._slots, self.is_used = slots, bool(slots)
@@ -359,13 +228,13 @@ class Undo:
     @torch.no_grad()
     def _sort(self) -> None:
         """Sorts the slots into groups, each slot with a copy of its current tensor."""
-        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[_Slot], list[Tensor]]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Slot], list[Tensor]]] = {}
         self._large, self._loose = [], {}
         modules: dict[int, int] = {}
         for key, slot in self._slots.items():
             slot.module = modules.setdefault(id(slot.owner), len(modules))
             now = slot.current
-            if now is None or now.layout is not torch.strided or now.device != self._device or _is_fixed(now):
+            if now is None or now.layout is not torch.strided or now.device != self._device or is_fixed(now):
                 slot.saved = None if now is None else now.detach().clone()
                 slot.note_()
                 self._loose[key] = slot
@@ -377,21 +246,4 @@ class Undo:
                 members, tensors = kinds.setdefault((now.device, now.dtype), ([], []))
                 members.append(slot)
                 tensors.append(now)
-        self._banks = [_Bank(slots, tensors) for slots, tensors in kinds.values()]
-
-
-def _where_finite(before: Tensor, now: Tensor) -> Tensor:
-    """Absolute values of ``now``, and 0 where ``before`` was NaN or Inf, or ``now`` is -Inf: a mask that has moved."""
-    counts = (before.abs() < math.inf) & (now != -math.inf)
-    return torch.where(counts, now.abs(), torch.zeros_like(now))
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
-
-
-def _is_fixed(tensor: Tensor) -> bool:
-    """Whether it cannot be written to in place: empty, made in inference mode, or with elements that share memory."""
-    if tensor.numel() == 0 or tensor.is_inference():
-        return True
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        self._banks = [Bank(slots, tensors) for slots, tensors in kinds.values()]

@@ -39,7 +39,7 @@ def as_warned_before() -> Iterator[None]:
 
 
 def _registries() -> list[dict[Any, Any]]:
-    """Those of all modules. There are thousands, few have one, and this is asked twice for each bad step."""
+    """Those of all modules. There are thousands, and few have one, so this is written for speed."""
     found = []
     for module in list(sys.modules.values()):
         names = module.__dict__ if type(module) is ModuleType else getattr(module, "__dict__", {})

@@ -151,14 +151,14 @@ def choose_policy(policy: Any, default: Callable[[], Policy] = Policy) -> Policy
     return policy or default()
 
 
-def choose_snapshots(snapshots: Any, policy: Policy, device: torch.device) -> Snapshots | None:
-    """What the user chose; ``"auto"`` takes them if the ladder can roll back, as far back as it may go.
+_EVERY = 100
+"""Copying may take longer than the passes of a short step, which then waits."""
 
-    On a GPU half as often: copying to host memory may take longer than the passes of a short step, which then waits.
-    """
+
+def choose_snapshots(snapshots: Any, policy: Policy) -> Snapshots | None:
+    """What the user chose; ``"auto"`` takes them if the ladder can roll back, as far back as it may go."""
     if snapshots == "auto":
-        back = policy.largest_rollback
-        every = Snapshots().every * (2 if device.type == "cuda" else 1)
+        back, every = policy.largest_rollback, _EVERY
         return Snapshots(every=every, keep=max(2, 1 + -(-back // every))) if back else None
     if snapshots is not None and not isinstance(snapshots, Snapshots):
         raise ValueError(f"snapshots must be a Snapshots object, 'auto' or None, got {snapshots!r}")

@@ -11,8 +11,8 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import CodeType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ _is_any_autocast_enabled, _is_transforming = _compat_modes.is_any_autocast_enabl
 _is_grad_enabled = torch.is_grad_enabled
 
 
-@dataclass(slots=True)
+@dataclass(init=False, eq=False)  # its own __init__ takes less time, and there is one at each step
 class Call:
     """One call of the model, or of one of several modules that train together: ``called``, which may be a wrapper.
 
@@ -52,19 +52,31 @@ class Call:
     kwargs: Mapping[str, Any]
     rng: RngState | None
     autocast: tuple[bool, torch.dtype]
-    code: CodeType | SavedPosition | None = None
-    at: int = 0
+    code: CodeType | SavedPosition | None
+    at: int
+    gradients: list[Tensor | None]
+    outputs: list[Tensor]
+    graphs: list[Callable[[], Any]]
+    """Each returns None once the graph of an output is gone."""
     called: nn.Module | None = None
     taped: tuple[Any, Any] | None = None
     has_values: bool = False
-    gradients: list[Tensor | None] = field(default_factory=list)
     misses_gradients: bool = False
     gave_nonfinite: bool = False
-    outputs: list[Tensor] = field(default_factory=list)
     has_returned: bool = False
     is_evaluation: bool = False
-    graphs: list[Callable[[], Any]] = field(default_factory=list)
-    """Each returns None once the graph of an output is gone."""
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rng: RngState | None,
+        autocast: tuple[bool, torch.dtype],
+        code: CodeType | SavedPosition | None = None,
+        at: int = 0,
+    ) -> None:
+        self.args, self.kwargs, self.rng, self.autocast, self.code, self.at = args, kwargs, rng, autocast, code, at
+        self.gradients, self.outputs, self.graphs = [], [], []
 
     @property
     def place(self) -> Place | None:
@@ -170,7 +182,7 @@ class CallRecorder:
             is_taped = self._taper.pause()
             if is_taped:  # one that is on the tape is the outermost: those before it have raised
                 under_way.calls.clear()
-            under_way.calls.append(self.begin(opens(), args, kwargs, is_taped=is_taped))
+            under_way.calls.append(self.begin(opens(), args, kwargs, sys._getframe(1), is_taped=is_taped))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if under_way.calls and (call := under_way.calls.pop()) is not None:
@@ -193,7 +205,13 @@ class CallRecorder:
         self._undo = []
 
     def begin(
-        self, calls: list[Call] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_taped: bool
+        self,
+        calls: list[Call] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        caller: FrameType,
+        *,
+        is_taped: bool,
     ) -> Call | None:
         """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
         has_values = _is_grad_enabled() and not _is_transforming()
@@ -202,7 +220,7 @@ class CallRecorder:
         mode = _NO_AUTOCAST
         if _is_any_autocast_enabled():
             mode = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
-        code, at = position_of(sys._getframe(1))
+        code, at = position_of(caller)
         call = Call(args, kwargs, (self.rng_reader or reader_now()).before_call(), mode, code, at)
         call.has_values = has_values
         if has_values and calls is not None:
@@ -233,16 +251,15 @@ class CallRecorder:
 
 
 def _save_gradients(call: Call, made: list[Tensor]) -> None:
-    call.has_returned = True
+    call.has_returned, gradients = True, call.gradients
     for tensor in made:
         if not tensor.requires_grad:
             continue
-        place = len(call.gradients)
-        call.gradients.append(None)
+        gradients.append(None)
         if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
             call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
         else:
-            saver = _Saver(call.gradients, place)
+            saver = _Saver(gradients, len(gradients) - 1)
             _compat.hook_gradient(tensor, saver)
             call.outputs.append(tensor.detach())
             call.graphs.append(weakref.ref(saver))

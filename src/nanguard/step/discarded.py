@@ -9,6 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 
@@ -24,7 +25,7 @@ from nanguard.step.calls import Call
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import Microbatch, PendingStep
 from nanguard.step.protocols import Responder
-from nanguard.step.tape import CallTape, is_readable
+from nanguard.step.tape import CallTape, Made, Row, TapedLoss, is_readable
 
 log = logging.getLogger("nanguard")
 
@@ -52,6 +53,11 @@ class DiscardedPasses:
         self._readbacks = AsyncReadback(parts.state.device)
         self._asked: deque[tuple[PendingCopy, PendingStep, Call]] = deque()
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the device has not told of a pass yet."""
+        return bool(self._asked)
+
     def look_for(self, pending: PendingStep, calls: list[Call]) -> None:
         """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
 
@@ -64,11 +70,12 @@ class DiscardedPasses:
             return
         trained = [call for call in gone if not call.is_evaluation]
         bad = [call for call in trained if any(bool(torch.isnan(output).any()) for output in _readable(call))]
+        tapes = [_ending_at(call, pending.tape) for call in bad]
         for call in gone:
             call.outputs.clear()
         calls[:] = [call for call in calls if all(call is not each for each in bad)]
-        for call in bad:
-            self._examine(pending, [call], ("output",), math.nan, _NOT_USED, is_part=True)
+        for call, taped in zip(bad, tapes, strict=True):
+            self._examine(replace(pending, tape=taped), [call], ("output",), math.nan, _NOT_USED, is_part=True)
 
     def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
         """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
@@ -82,7 +89,7 @@ class DiscardedPasses:
                 call.outputs.clear()
                 if bad:
                     answer = self._readbacks.post(torch.stack(bad).double().sum(0, keepdim=True))
-                    self._asked.append((answer, replace(pending, calls=[], last_seen=None), call))
+                    self._asked.append((answer, replace(pending, calls=[], last_seen=None, tape=None), call))
         while self._asked and self._asked[0][0].has_arrived():
             self._hear()
 
@@ -157,8 +164,10 @@ class DiscardedPasses:
             return ("gradients",), loss
         counts = torch.isnan if error is None else _is_nonfinite
         outputs = [output for call in calls for output in _readable(call)]
-        if any(bool(counts(output).any()) for output in outputs) or self._was_given_bad(calls, error):
+        if any(bool(counts(output).any()) for output in outputs):
             return ("output",), loss
+        if self._was_given_bad(calls, error):
+            return (("output",) if calls[-1].has_returned else ("input",)), loss
         if error is not None and tape is not None and tape.raised is not None:
             return ("input",), loss
         return (), loss
@@ -219,6 +228,19 @@ class DiscardedPasses:
         parts = self._parts
         grads = [(p, p.grad) for group in parts.skippable.groups() for p in group if p.grad is not None]
         return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
+
+
+def _ending_at(call: Call, tape: CallTape | None) -> CallTape | None:
+    """The tape up to this call, as if its results were losses; None if the call is not on it."""
+    if tape is None:
+        return None
+    number = next((number for number in reversed(tape.rows) if Row(*tape.rows[number]).call is call), None)
+    if number is None:
+        return None
+    roots = tuple(Made(number, place) for place in range(len(call.outputs)))
+    ended = copy(tape)
+    ended.losses = [TapedLoss(roots, (), number)]
+    return ended
 
 
 def _readable(call: Call) -> list[Tensor]:

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nanguard.errors import ProtocolError
 from nanguard.state.data import Data
-from nanguard.state.rng import RngState
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.calls import Call, CallRecorder
 from nanguard.step.discarded import DiscardedPasses
@@ -72,7 +71,7 @@ class StepEngine:
         self._captured: tuple[MeasurementLayout, Tensor] | None = None
         self._left_early = False
         kind = parts.state.device.type
-        self._taper = TapeRecorder(self._note_random_states, kind)
+        self._taper = TapeRecorder(lambda: parts.state.rng_reader.now(parts.num_steps), kind)
         self._recorder = CallRecorder(kind, self._taper, parts.state.rng_reader)
         self._records_calls = self._is_taping = records_calls
         self.discarded = DiscardedPasses(parts, recovery)
@@ -116,19 +115,25 @@ class StepEngine:
         return pending.shown, [aux[0] if len(aux) == 1 else aux for aux in auxes]
 
     def open(
-        self, *, rerunnable: bool, divisor: int, in_backward: bool = False, notes_later: bool = False
+        self,
+        *,
+        rerunnable: bool,
+        divisor: int,
+        in_backward: bool = False,
+        notes_later: bool = False,
+        are_buffers_noted: bool = False,
     ) -> PendingStep:
         """Begins a step: processes the readings that are due, then notes what the step may change.
 
         Inside a backward pass (``in_backward``) readings wait: nothing can be run again there. With ``notes_later`` the
-        host calls ``mode.note`` before the model is called.
+        host calls ``mode.note`` before the model is called. ``are_buffers_noted``: it has been called since.
         """
         parts = self.parts
         if self._taper.tape is not None:
             self._taper.forget()
         is_capturing = parts.is_capturing
         if not (is_capturing or in_backward):
-            if parts.last_forward.is_on:
+            if parts.last_forward.is_on and not are_buffers_noted:
                 parts.last_forward.mend_in_any_case_()
             self.mode.before()
             if self.recovery.has_duties:
@@ -147,12 +152,13 @@ class StepEngine:
         pending.last_seen = self.data.last
         parts.islands.put_back()
         if not notes_later:
-            self.mode.note(pending, are_buffers_noted=in_backward)  # the forward pass has changed them by then
+            self.mode.note(pending, are_buffers_noted=are_buffers_noted or in_backward)  # has changed them by then
         parts.ranks.forget_()
         parts.begin(pending)
         if not rerunnable:
             self._tracer.begin(pending.last_seen)
-        parts.journal.observers.on_open(pending.step)
+        if parts.journal.observers.opening:
+            parts.journal.observers.on_open(pending.step)
         return pending
 
     def stop_taping(self) -> PendingStep | None:
@@ -206,7 +212,7 @@ class StepEngine:
         """Before a pass or a step: examines passes with NaN results that the program has thrown away."""
         if self.late is None:
             self.discarded.look_for(pending, calls)
-        elif not self.parts.is_capturing:
+        elif (calls or self.discarded.is_asking) and not self.parts.is_capturing:
             self.discarded.look_for_later(pending, calls)
 
     def close(self) -> None:
@@ -227,9 +233,6 @@ class StepEngine:
         pending = self.parts.pending
         return None if pending is None or pending.rerunnable or self.parts.is_capturing else pending.calls
 
-    def _note_random_states(self) -> RngState:
-        return self.parts.state.rng_reader.now(self.parts.num_steps)
-
     def measure(self, pending: PendingStep) -> None:
         """Measures before ``finish``, for a host that clips in between."""
         self.mode.measure(pending)
@@ -244,10 +247,7 @@ class StepEngine:
         if self.late is not None and self.parts.is_capturing:
             self.late.protect(pending)
             self.parts.is_captured = True
-            self._captured = (
-                pending.layout,
-                self.parts.measurement.filled,
-            )  # a graph goes on writing to this very memory
+            self._captured = pending.layout, self.parts.measurement.filled  # a graph goes on writing to this memory
             return
         if self.parts.last_forward.is_on:
             self.parts.last_forward.mend_unused_()
@@ -260,11 +260,15 @@ class StepEngine:
         try:
             self.mode.finish(pending)
         except BaseException as error:
-            self._memory.give_back(error)
-            self.parts.leave_no_trace(error)
+            self.raised(error)
             raise
         if not pending.is_in_backward:
             self.after_step()
+
+    def raised(self, error: BaseException) -> None:
+        """A step was not finished, because of this error."""
+        self._memory.give_back(error)
+        self.parts.leave_no_trace(error)
 
     def replay(self, graph: Any) -> None:
         """Replays a captured step."""

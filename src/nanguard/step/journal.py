@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from nanguard.errors import NonFiniteError
 from nanguard.policy.divergence import Trend
+from nanguard.records.healthy import SoundStep, sound_outcome
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import halt_message
 from nanguard.records.steps import APPLY, Action, Incident, Incidents, Outcome, Progress, Reading, Verdict
@@ -21,6 +23,9 @@ from nanguard.records.summary import closing_line
 from nanguard.step.observers import Observers
 
 log = logging.getLogger("nanguard")
+
+_MOST_WAITING, _LONGEST_WAIT = 16, 0.1
+"""So many sound steps wait to be recorded, and so many seconds: someone may be watching the run."""
 
 
 class Journal:
@@ -38,11 +43,13 @@ class Journal:
     ) -> None:
         self.observers = observers or Observers()
         self.history: list[Outcome] = []
-        self.counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
-        self.last: Outcome | None = None
+        self._counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
+        self._last: Outcome | None = None
         self.trend = Trend()
-        self.recent: deque[Reading] = deque(maxlen=64)
-        self.refused_in_a_row = 0
+        self._recent: deque[Reading] = deque(maxlen=64)
+        self._refused_in_a_row = 0
+        self._sound: list[SoundStep] = []
+        self._sound_until = 0.0
         self.numbers: Iterator[int] = itertools.count(1)
         """Where incidents get their numbers from; guards that share a run share it."""
         self.num_not_kept = 0
@@ -53,6 +60,30 @@ class Journal:
         self._next: int | None = None
         self._speaks = speaks
         self._where = where
+
+    @property
+    def counts(self) -> Counter[str]:
+        if self._sound:
+            self.catch_up()
+        return self._counts
+
+    @property
+    def last(self) -> Outcome | None:
+        """Of the last step that the host has heard of."""
+        if self._sound:
+            self.catch_up()
+        return self._last
+
+    @property
+    def recent(self) -> deque[Reading]:
+        """The last healthy steps."""
+        if self._sound:
+            self.catch_up()
+        return self._recent
+
+    @property
+    def refused_in_a_row(self) -> int:
+        return 0 if self._sound else self._refused_in_a_row
 
     @property
     def incidents(self) -> Incidents:
@@ -70,26 +101,46 @@ class Journal:
             self._next = next(self.numbers)
         return self._next
 
+    def add_sound(self, step: SoundStep) -> None:
+        """A sound step, outside ``guard.epoch``. Several of them are recorded together, which takes less time."""
+        sound, now = self._sound, time.monotonic()
+        if not sound:
+            self._sound_until = now + _LONGEST_WAIT
+        sound.append(step)
+        if len(sound) >= _MOST_WAITING or now > self._sound_until or not self.observers.may_wait:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Records the sound steps that wait."""
+        waiting, self._sound = self._sound, []
+        if os.getpid() == self._pid:  # else a forked process has inherited them
+            for each in waiting:
+                outcome = sound_outcome(*each)
+                self._recent.append(outcome.verdict.reading)
+                self.record(outcome)
+
     def record(self, outcome: Outcome) -> None:
         """Counts, remembers, and tells the observers; raises ``NonFiniteError`` if the policy says to halt."""
-        self.last = outcome
+        if self._sound:
+            self.catch_up()
+        self._last = outcome
         reading, response = outcome.verdict.reading, outcome.action.response
         if outcome.action is APPLY and not reading.dropped_microbatches:
-            self.counts["applied"] += 1
-            self.refused_in_a_row = 0
+            self._counts["applied"] += 1
+            self._refused_in_a_row = 0
             self.observers.on_heard(outcome)
             return
         if not outcome.is_rollback:
             refused = {"back_off": "backed_off", "halt": "halted"}.get(response, "skipped")
-            self.counts["applied" if outcome.applied else refused] += 1
+            self._counts["applied" if outcome.applied else refused] += 1
         if response == "back_off":
             if self._speaks:
                 told = "step %d: fp16 gradients overflowed at loss scale %g, which is lowered"
                 log.info(told, reading.step, reading.scale)
         else:
-            self.refused_in_a_row = 0 if outcome.applied else self.refused_in_a_row + 1 + outcome.lost
-        self.counts["rerun"] += outcome.rerun
-        self.counts["lost"] += outcome.lost
+            self._refused_in_a_row = 0 if outcome.applied else self._refused_in_a_row + 1 + outcome.lost
+        self._counts["rerun"] += outcome.rerun
+        self._counts["lost"] += outcome.lost
         self.observers.on_heard(outcome)
         if response not in ("back_off", "apply") or (response == "apply" and reading.dropped_microbatches):
             self.remember(outcome)
@@ -106,6 +157,7 @@ class Journal:
 
     def remember(self, outcome: Outcome) -> None:
         """An outcome that had to be answered, whether its step has been counted already or not."""
+        self.catch_up()
         incident = Incident(number=self.next_number, outcome=outcome)
         self.history.append(outcome)
         self._numbers.append(incident.number)
@@ -131,6 +183,7 @@ class Journal:
 
     def note(self, event: str, **fields: Any) -> None:
         """Tells the observers of something else."""
+        self.catch_up()
         self.observers.on_event(event, fields)
 
     def ease(self, step: int, what: str) -> None:
@@ -204,7 +257,7 @@ class Journal:
         return {"counts": dict(self.counts), "history": history, "trend": self.trend.as_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counts = Counter(state["counts"])
+        self._counts, self._sound = Counter(state["counts"]), []
         self.history = [Outcome.from_dict(data) for data in state["history"]]
         self._numbers = list(range(1, len(self.history) + 1))
         self.numbers, self._next = itertools.count(len(self.history) + 1), None

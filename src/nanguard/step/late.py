@@ -12,6 +12,7 @@ queued, so waiting for the copy leaves no gap.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanguard.errors import ProtocolError
-from nanguard.records.healthy import applied
+from nanguard.records.healthy import SoundStep, applied
 from nanguard.records.steps import Action, Outcome, Verdict
 from nanguard.state.readback import AsyncReadback
 from nanguard.state.training_modes import TrainingModes
@@ -60,6 +61,30 @@ class Late:
             self._hear()
 
     @property
+    def num_in_flight(self) -> int:
+        """Of so many steps the host has not heard."""
+        return len(self._in_flight)
+
+    def put_in_flight(self, pending: PendingStep, values: Tensor) -> None:
+        """A step was made without ``finish``, and measured: starts the copy to the host."""
+        pending.readback = self._readbacks.post(values)
+        self._in_flight.append(pending)
+
+    def take_sound(self) -> SoundStep | None:
+        """The oldest step in flight, which the host has now heard of, if it was sound; else ``before`` is to follow.
+
+        For steps without a loss scale, flags, votes of ranks or clipping that has to be accounted for.
+        """
+        pending = self._in_flight[0]
+        if pending.verdict is None and pending.readback is not None and pending.before_clipping is None:
+            reply = MeasuredValues(pending.layout, pending.readback.read())
+            if reply.is_finite:
+                self._in_flight.popleft()
+                return pending.step, reply.loss if pending.knows_loss else math.nan, reply.norms, pending.lrs
+            pending.verdict = self._parts.judge(self._parts.read(pending, reply))
+        return None
+
+    @property
     def is_settled(self) -> bool:
         return not self._in_flight
 
@@ -74,7 +99,7 @@ class Late:
 
     def note(self, pending: PendingStep, *, are_buffers_noted: bool = False) -> None:
         parts = self._parts
-        if not are_buffers_noted:
+        if not are_buffers_noted and (parts.buffers.is_used or self._averages.is_used):
             noted = [undo for undo in (parts.buffers, self._averages) if undo.is_used]
             pending.elsewhere = [(undo, undo.note_()) for undo in noted]
         self._note_schedule(pending)

@@ -185,6 +185,20 @@ class Measurement:
             if sums_groups:
                 combine_(views.norms, views.each_norm, views.groups, alike=_are_all_alike(groups))
 
+    def fill_again_(self, loss: Tensor, grads: list[Tensor], known: Tensor | None) -> None:
+        """As ``fill_``, if nothing but these has changed since the last time. ``known`` are norms of the gradients.
+
+        They are alike, and on the device. Does not write ``norms``.
+        """
+        with NoGrad():
+            views = self._views
+            views.loss.copy_(loss)
+            if known is not None:
+                views.gradients.copy_(known)
+            else:
+                self._norms.write_(views.gradients, grads)
+            sharding.global_sum_(views.gradients, power=2)
+
     def _write_norms_(self, out: Tensor, groups: Sequence[Group]) -> None:
         grads = [g for group in groups for g in group.grads]
         if _are_all_alike(groups) and grads[0].device == self._device:

@@ -22,6 +22,9 @@ class Observer:
     observer is dropped; the run goes on.
     """
 
+    may_wait = False
+    """Whether ``on_heard`` may be called for several healthy steps together, a tenth of a second later."""
+
     wants_measurement = True
     """Whether ``on_measured`` has to be called for the open step. If no observer wants that, a CPU measures less."""
 
@@ -94,6 +97,9 @@ class Observers:
 
     def _sort(self) -> None:
         self.measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
+        self.opening = [each for each in self._observers if _overridden(each, "on_open") is not None]
+        hearing = [each for each in self._observers if _overridden(each, "on_heard") is not None]
+        self.may_wait = all(getattr(each, "may_wait", False) for each in hearing)
         self.on_open = self._calling("on_open")
         self.on_measured = self._calling("on_measured")
         self.on_heard = self._calling("on_heard")

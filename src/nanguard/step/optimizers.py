@@ -85,13 +85,14 @@ class SkippableOptimizers:
 
     def zero_grad(self) -> None:
         """Sets all gradients to None, as torch's own ``zero_grad`` does, but faster."""
-        for group in self.groups():
-            for param in group:
-                param.grad = None
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
 
     def num_states(self) -> tuple[int, ...]:
         """How many parameters have optimizer state now, for ``forget_states_after``."""
-        return tuple(len(o.state) for o in self.optimizers)
+        return tuple([len(o.state) for o in self.optimizers])
 
     def lacks_state(self) -> bool:
         """Whether a step now would make optimizer state that is not there yet."""
@@ -159,8 +160,10 @@ def _can_be_fused(optimizer: Optimizer) -> bool:
 
 
 def _check_still_fused(optimizer: Optimizer) -> None:
-    if any(group.get("fused", True) in (False, None) for group in optimizer.param_groups):
-        raise ProtocolError(
-            f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after loading "
-            "the state of one that was not: set group['fused'] = True in its param_groups, or use sync='eager'"
-        )
+    for group in optimizer.param_groups:
+        if not group.get("fused", True):
+            raise ProtocolError(
+                f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after "
+                "loading the state of one that was not: set group['fused'] = True in its param_groups, or use "
+                "sync='eager'"
+            )

@@ -42,6 +42,9 @@ from nanguard.step.update_checks import UpdateChecks
 log = logging.getLogger("nanguard")
 
 
+_NO_BUFFERS: tuple[tuple[str, ...], list[Tensor]] = ((), [])
+
+
 def _fp32_fix(modules: Sequence[str]) -> str:
     """In a loop with a ``Guard``; the whole model if there are no modules."""
     return f"guard.keep_fp32({', '.join(map(repr, modules))})" if modules else 'Guard(..., precision="fp32")'
@@ -254,13 +257,14 @@ class StepParts:
             loss=pending.mean_loss(),
             scale=None if self.precision.scaler is None else self.precision.scaler.scale,
             flags=pending.flags,
-            buffers=self.buffers.peaks(),
+            buffers=self.buffers.peaks() if self.buffers.is_used else _NO_BUFFERS,
             groups=groups,
             known=None if self.clipper.needs_norms else pending.known_norms,  # we clip what is left of them
             sums_groups=self.clipper.needs_norms,
         )
         pending.layout = self.measurement.layout
-        self.journal.observers.on_measured(pending.step, self.measurement.filled)
+        if self.journal.observers.measuring:
+            self.journal.observers.on_measured(pending.step, self.measurement.filled)
 
     def read(self, pending: PendingStep, reply: MeasuredValues) -> Reading:
         """A measurement as the host got it, in words."""

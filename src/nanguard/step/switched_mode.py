@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanguard import _compat_modes
 
+_get_ident = threading.get_ident
 _num_modes, _push, _pop = (
     _compat_modes.num_function_modes,
     _compat_modes.push_function_mode,
@@ -47,35 +48,31 @@ class SwitchedMode(TorchFunctionMode):
 
     def is_own(self) -> bool:
         """Whether this is its thread."""
-        return self._thread == threading.get_ident()
+        return self._thread == _get_ident()
 
     def may_call(self) -> bool:
         """Whether a call made now would be told of."""
-        return self.is_on and not self._is_inside and self._thread == threading.get_ident()
+        return self.is_on and not self._is_inside and self._thread == _get_ident()
 
     def pause(self) -> bool:
         """Until ``go_on``. Returns what that is to be given."""
-        if not self.is_on or self._is_inside or self._thread != threading.get_ident():
+        if not self.is_on or self._is_inside or self._thread != _get_ident():
             return False
-        self._leave()
+        self.is_on = False
+        top = _pop() if _num_modes() else self
+        if top is not self:
+            self._leave_below(top)
         return True
 
     def go_on(self, was_on: bool) -> None:
-        if was_on and self.is_begun:
-            self._enter()
-
-    def _enter(self) -> None:
-        if not self.is_on:
+        if was_on and self.is_begun and not self.is_on:
             self.is_on = True
             if _num_modes():
                 _compat_modes.enter_function_mode(self)
             else:
                 _push(self)
 
-    def _leave(self) -> None:
-        if self.is_on:
-            self.is_on = False
-            top = _pop() if _num_modes() else self
-            if top is not self:
-                _push(top)
-                _compat_modes.leave_function_mode(self)
+    def _leave_below(self, top: TorchFunctionMode) -> None:
+        """``top`` is a mode that the program has entered since, and was taken off."""
+        _push(top)
+        _compat_modes.leave_function_mode(self)

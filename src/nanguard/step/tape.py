@@ -7,9 +7,9 @@ batch, a parameter) is held, with its version. Calls of the model are rows too. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from types import CodeType
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -134,9 +134,10 @@ class TapedLoss(NamedTuple):
     last: int
 
 
-@dataclass(slots=True)
 class CallTape:
     """The rows of one step by number, and its backward passes.
+
+    One is made for each step, so what few steps have is an attribute of the class, until it is set.
 
     ``older`` are the rows of the tape before, if rows refer to them. A tape does not hold that tape itself, which would
     hold the one before it in turn, and so all tapes of the run.
@@ -144,32 +145,36 @@ class CallTape:
     ``trained`` are the tensors that a program without an optimizer trains, if a row made them: such as
     ``w = (w - lr * grad).detach().requires_grad_()``. They are held, and nothing before them belongs to the step.
     ``has_calls`` says that some rows are calls of modules, ``is_settled`` that the model was called to train: what
-    comes before is data that the program prepares. ``num_evaluations`` counts calls of the model before that, without
-    gradients, ``evaluations`` those of each module; ``has_evaluated`` says that there were too many to be for this
-    step. ``raised`` is the last call that raised and was given something
-    non-finite. ``changes`` are changes in place of data, with their position: which function, and of which tensor.
-    ``transformed`` is the first row inside ``torch.func.grad``, ``vmap`` or others, whose results are not
-    told of.
+    comes before is data that the program prepares. ``evaluations`` counts the calls of each module before that, without
+    gradients. ``raised`` is the last call that raised and was given something non-finite. ``changes`` are changes in
+    place of data, with their position: which function, and of which tensor. ``transformed`` is the first row inside
+    ``torch.func.grad``, ``vmap`` or others, whose results are not known.
     """
 
-    rows: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    trained: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    losses: list[TapedLoss] = field(default_factory=list)
-    older: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    was_cut: bool = False
-    has_calls: bool = False
-    is_settled: bool = False
-    num_evaluations: int = 0
-    evaluations: dict[int, int] = field(default_factory=dict)
-    has_evaluated: bool = False
+    trained: Mapping[tuple[int, int], Tensor] = MappingProxyType({})
+    older: Mapping[int, tuple[Any, ...]] = MappingProxyType({})
+    was_cut = has_calls = is_settled = False
+    evaluations: Mapping[int, int] = MappingProxyType({})
     raised: int | None = None
     transformed: int | None = None
-    changes: dict[tuple[CodeType | None, int], tuple[str, ref[Tensor]]] = field(default_factory=dict)
+    changes: Mapping[tuple[CodeType | None, int], tuple[str, ref[Tensor]]] = MappingProxyType({})
+
+    def __init__(self, rows: dict[int, tuple[Any, ...]] | None = None, losses: list[TapedLoss] | None = None) -> None:
+        self.rows = {} if rows is None else rows
+        self.losses = [] if losses is None else losses
+
+    def note_trained(self, made: Made, tensor: Tensor) -> None:
+        """The program trains this tensor, which a row made, without an optimizer."""
+        self.trained = {**self.trained, (made.number, made.place): tensor}
+
+    def note_evaluation(self, module: int) -> None:
+        """The module of this identity is called without gradients."""
+        self.evaluations = {**self.evaluations, module: self.evaluations.get(module, 0) + 1}
 
     def note_change(self, function: Any, args: Any, position: tuple[CodeType | None, int]) -> None:
         """The program changes data in place: what they were before is gone. Not a division by a number."""
         if name_of(function) in _MAY_MAKE_NAN and (len(args) < 2 or isinstance(args[1], Tensor)):
-            self.changes[position] = name_of(function), ref(args[0])
+            self.changes = {**self.changes, position: (name_of(function), ref(args[0]))}
 
     def changes_of(self, storage: int) -> list[tuple[str, Place]]:
         """The functions that may have made NaN or Inf in this memory, in place, and their lines."""
@@ -253,7 +258,9 @@ class CallTape:
                 held = tensors((row.call.args, dict(row.call.kwargs)))
                 args, kwargs = _as_data((row.args, row.kwargs), held)
                 rows[number] = row._replace(args=args, kwargs=kwargs)
-        return replace(self, rows=rows)
+        other = copy(self)
+        other.rows = rows
+        return other
 
     def _base(self, rows: dict[int, Row], number: int) -> int:
         """The row whose memory the result of this row may share."""

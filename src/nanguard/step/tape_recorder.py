@@ -12,13 +12,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from nanguard import _compat, _compat_modes
+from nanguard import _compat_modes
 from nanguard.source.frames import position_of
 from nanguard.state.rng import RngState
-from nanguard.state.trees import PLAIN, mapped, tensors
-from nanguard.step.calls import Call
+from nanguard.state.trees import PLAIN, tensors
+from nanguard.step.module_rows import SWEEP_AFTER_CALLS, ModuleRows
 from nanguard.step.older_tapes import OlderRows, follow
-from nanguard.step.switched_mode import SwitchedMode
 from nanguard.step.tape import (
     CallTape,
     Drawn,
@@ -37,16 +36,17 @@ from nanguard.step.tape_warnings import WarnedLines
 _MOST_ROWS = 4096
 """A longer tape is cut: what is older cannot be run again."""
 
-_SWEEP_AFTER_ROWS, _SWEEP_AFTER_CALLS = 1024, 32
+_SWEEP_AFTER_ROWS = 1024
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
+_get_ident = threading.get_ident
 _NOTHING: dict[str, Any] = {}
 _NO_AUTOCAST: tuple[bool, torch.dtype | None] = (False, None)
 _is_grad_enabled, _is_any_autocast_enabled = torch.is_grad_enabled, _compat_modes.is_any_autocast_enabled
 _is_transformed, _requires_grad_ = _compat_modes.is_transformed, Tensor.requires_grad_
 
 
-class TapeRecorder(SwitchedMode):
+class TapeRecorder(ModuleRows):
     """One thread writes at a time: the one that begins. ``note`` gives the random states; ``device`` is a type.
 
     While it is on, all torch calls of the thread pass through it. It is off inside modules that are rows of their own
@@ -56,15 +56,9 @@ class TapeRecorder(SwitchedMode):
     def __init__(self, note: Callable[[], RngState | None], device: str) -> None:
         super().__init__()
         self._note, self.device = note, device
-        self.tape: CallTape | None = None
-        self._rows: dict[int, tuple[Any, ...]] = {}
-        self._next = 0
-        self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
         self._first: OlderRows | None = None
-        self._older: OlderRows | None = None
-        self._outside: dict[int, Outside] = {}
         self._kinds: dict[Any, int] = {}
-        self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
+        self._sweep_at = _SWEEP_AFTER_ROWS
         self._compiled: list[tuple[int, Any]] = []  # the compiled call that is under way, if there is one
         self._compiled_calls = CompiledCalls(self._enter_compiled, self._leave_compiled, self._compiled)
         self._warnings = WarnedLines(TapeRecorder.__torch_function__.__code__)
@@ -77,21 +71,20 @@ class TapeRecorder(SwitchedMode):
 
         ``is_refused`` says that the step before was: of several such steps in a row the first tape is kept, too.
         """
-        if self.is_begun and self._thread != threading.get_ident():
+        thread = _get_ident()
+        if self.is_begun and self._thread != thread:
             return
         if tape is not self.tape:
             self._turn_to(tape, keeps_older=keeps_older, is_refused=is_refused)
-        if self.is_begun:
-            self._enter()  # a module that was called has raised
-            return
-        if self._active.mode is not None:
-            self._active.mode.stop()
-        if not self._compiled_calls.begin():  # compiled code would depend on whether we are on
-            return
-        if not self._listens_for_good:
-            self._listen()
-        self._thread, self.is_begun, self._active.mode = threading.get_ident(), True, self
-        self._enter()
+        if not self.is_begun:
+            if self._active.mode is not None:
+                self._active.mode.stop()
+            if not self._compiled_calls.begin():  # compiled code would depend on whether we are on
+                return
+            if not self._listens_for_good:
+                self._listen()
+            self._thread, self.is_begun, self._active.mode = thread, True, self
+        self.go_on(True)  # or a module that was called has raised
 
     def listen_for_good(self) -> None:
         """To what torch does not tell its modes of: also between ``stop`` and ``begin``, until ``close``."""
@@ -127,9 +120,9 @@ class TapeRecorder(SwitchedMode):
 
     def stop(self) -> None:
         """Until ``begin``. Not by another thread, nor from inside a call that is being noted."""
-        if not self.is_begun or self._is_inside or self._thread != threading.get_ident():
+        if not self.is_begun or self._is_inside or self._thread != _get_ident():
             return
-        self._leave()
+        self.pause()
         if not self._listens_for_good:
             self._stop_listening()
         self._compiled.clear()
@@ -220,26 +213,6 @@ class TapeRecorder(SwitchedMode):
         self._add(function, given, named, rng, args, result, sys._getframe(1))
         return result
 
-    def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
-        given = []
-        for each in args:
-            if isinstance(each, Tensor):
-                given.append(self._token_for_module(each))
-            else:
-                given.append(each if type(each) in PLAIN else self._noted_for_module(each))
-        return tuple(given), self._noted_for_module(kwargs) if kwargs else _NOTHING
-
-    def after_module(self, call: Call, made: list[Tensor]) -> None:
-        """It has returned the tensors ``made``; ``call.taped`` is what ``before_module`` returned."""
-        if self.tape is not None and call.taped is not None and not self._is_inside:
-            raw = (None, *call.taped, call.code, call.at, _is_grad_enabled(), call.autocast, call.rng, call)
-            self._append(raw, made)
-            self.tape.has_calls = True
-            self._num_calls += 1
-            if self._num_calls >= _SWEEP_AFTER_CALLS:
-                self._look_at_length()
-
     def note_losses(
         self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None] = (), trained: Sequence[Tensor] = ()
     ) -> None:
@@ -248,7 +221,7 @@ class TapeRecorder(SwitchedMode):
             for tensor in trained:
                 mark = self._marks.get(id(tensor))
                 if mark is not None and mark[0]() is tensor:
-                    self.tape.trained[mark[1].number, mark[1].place] = tensor
+                    self.tape.note_trained(mark[1], tensor)
             roots = (self._token(losses[0]),) if len(losses) == 1 else tuple(map(self._token, losses))
             given = tuple([None if gradient is None else self._token(gradient) for gradient in gradients])
             self.tape.losses.append(TapedLoss(roots, given, self._next - 1))
@@ -305,31 +278,6 @@ class TapeRecorder(SwitchedMode):
             return Unseen()
         return self._from_outside(tensor)
 
-    def _from_outside(self, tensor: Tensor) -> Outside:
-        known, version = self._outside.get(id(tensor)), _compat.version(tensor)
-        if known is None or known.version != version:
-            known = self._outside[id(tensor)] = Outside(tensor, version)
-        return known
-
-    def _token_for_module(self, tensor: Tensor) -> Any:
-        """What was made unseen is held by the record of the call anyway."""
-        mark = self._marks.get(id(tensor))
-        found = mark[1] if mark is not None and mark[0]() is tensor else self._new_token(tensor)
-        return self._from_outside(tensor) if type(found) is Unseen else found
-
-    def _noted_for_module(self, tree: Any) -> Any:
-        """As ``_noted``, for any container."""
-        if isinstance(tree, Tensor):
-            return self._token_for_module(tree)
-        kind = type(tree)
-        if kind in PLAIN:
-            return tree
-        if kind is tuple:
-            return tuple([self._noted_for_module(child) for child in tree])
-        if kind is dict:
-            return {key: self._noted_for_module(child) for key, child in tree.items()}
-        return mapped(tree, lambda leaf: self._token_for_module(leaf) if isinstance(leaf, Tensor) else None)
-
     def _add(
         self, func: Any, args: Any, kwargs: Any, rng: RngState | None, given: Any, result: Any, frame: FrameType | None
     ) -> None:
@@ -362,7 +310,7 @@ class TapeRecorder(SwitchedMode):
 
     def _look_at_length(self) -> None:
         tape = self.tape
-        if tape is not None and (len(tape.rows) >= self._sweep_at or self._num_calls >= _SWEEP_AFTER_CALLS):
+        if tape is not None and (len(tape.rows) >= self._sweep_at or self._num_calls >= SWEEP_AFTER_CALLS):
             self._sweep(tape)
             self._rows = tape.rows
 

@@ -49,7 +49,7 @@ def card(story: Story, fault: FaultGroup, *, rank: int, level: int) -> Markup:
         tag("span", _done_in_all(fault), class_="headline"),
     )
     in_full = rank < MOST_IN_FULL
-    body = _body(story, fault, level + 1) if in_full else [_rows(best, every=True)]
+    body = _body(story, fault, level + 1) if in_full else [_rows(story, best, every=True)]
     repeats = _repeats(story, fault) if in_full and times > 1 else None
     first = story.number == rank == 0
     return tag(
@@ -89,7 +89,7 @@ def trails(story: Story) -> dict[str, list[dict[str, Any]]]:
 def _body(story: Story, fault: FaultGroup, level: int) -> Iterator[Child]:
     record, diagnosis = fault.best, fault.best.diagnosis
     shown = [("shown here", f"step {record.reading.step:,}")] if record is not fault.first else []
-    yield _rows(record, every=diagnosis is None, more=[*shown, *_acts(fault)])
+    yield _rows(story, record, every=diagnosis is None, more=[*shown, *_acts(fault)])
     if diagnosis is None:
         yield tag("p", "The step was not examined, so its cause is not known.", class_="quiet")
     else:
@@ -133,9 +133,12 @@ def _diagnosis(diagnosis: Diagnosis, level: int, card_id: str) -> Iterator[Child
         yield _section(level, "Values through the modules", _trail(diagnosis.trail, card_id), class_="wide")
 
 
-def _rows(record: IncidentRecord, *, every: bool = False, more: Sequence[tuple[str, Child]] = ()) -> Markup:
+def _rows(
+    story: Story, record: IncidentRecord, *, every: bool = False, more: Sequence[tuple[str, Child]] = ()
+) -> Markup:
     told = [(name, text) for name, text in rows(record.outcome) if every or name not in _FROM_DIAGNOSIS]
-    whose = [("optimizer", record.optimizer)] if record.optimizer else []
+    is_one_of_several = any(event.event == "optimizer" for event in story.run.events)
+    whose = [("optimizer", record.optimizer)] if record.optimizer and is_one_of_several else []
     return _definitions([*whose, *more, *told])
 
 
@@ -297,7 +300,7 @@ def _repeats(story: Story, fault: FaultGroup) -> Markup:
                 tag("span", f"step {record.reading.step:,}", class_="at"),
                 tag("span", headline(record.outcome), class_="headline"),
             ),
-            tag("div", _rows(record, every=True), class_="body"),
+            tag("div", _rows(story, record, every=True), class_="body"),
             class_="repeat",
             id=story.card_id(place),
         )

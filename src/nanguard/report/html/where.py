@@ -20,7 +20,7 @@ _NAMES = {
     "python": "Python",
     "device": "device",
     "precision": "precision",
-    "sync": "host hears",
+    "sync": "mode",
     "ranks": "ranks",
     "optimizers": "optimizers",
     "groups": "parameter groups",

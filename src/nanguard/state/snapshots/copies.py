@@ -226,6 +226,11 @@ class Copier:
             torch.cuda.current_stream(self.device).wait_event(self._read)
             self._read = None
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the device may still read what was taken: ``fence`` has an effect."""
+        return self._read is not None
+
     def packs(self, tensor: Tensor) -> bool:
         """Whether it is a plain tensor on this GPU, which can be copied while training goes on."""
         return (

@@ -70,9 +70,11 @@ class SnapshotRing:
         self._ranks, self._lag, self._is_calm = ranks, lag, is_calm
         self._run_facts, self._prepare = run_facts, prepare
         self._good: list[Snapshot] = []
-        self._candidate: Snapshot | None = None
+        self.candidate: Snapshot | None = None
+        """The last one that was taken, until it is known to be good."""
         self._spare: Copies | None = None
-        self._next = 1
+        self.next_step = 1
+        """After so many steps the next snapshot is due."""
         self._restarted = 0
         self._keep, self._where = options.keep, options.where
         self.is_over = False
@@ -120,6 +122,11 @@ class SnapshotRing:
         finally:
             write_back(now, live)
 
+    @property
+    def is_being_read(self) -> bool:
+        """Whether ``fence`` has an effect."""
+        return self._copier is not None and self._copier.is_reading
+
     def fence(self) -> None:
         """Before anything that a snapshot holds is written to: the device finishes reading it first."""
         if self._copier is not None:
@@ -127,12 +134,12 @@ class SnapshotRing:
 
     def after_step(self, step: int) -> None:
         """``step`` steps have been made; takes a snapshot if one is due."""
-        if step >= self._next and self._candidate is None and self._is_calm():
+        if step >= self.next_step and self.candidate is None and self._is_calm():
             self.take(step)
 
     def hasten(self) -> None:
         """The next snapshot is due at once, unless one was just taken that is not known to be good yet."""
-        self._next = 0
+        self.next_step = 0
 
     def take_first(self, step: int) -> None:
         """Before the first step, number ``step``: this state was looked at when the guard was made, and is good.
@@ -140,18 +147,18 @@ class SnapshotRing:
         Not if the place depends on how much memory training leaves free, which is not known yet.
         """
         on_cpu = self._state.device.type == "cpu"
-        if not self._good and self._candidate is None and (on_cpu or self._copier is not None):
+        if not self._good and self.candidate is None and (on_cpu or self._copier is not None):
             self.take(step)
-            if self._candidate is not None:
+            if self.candidate is not None:
                 self._keep_candidate()
-                self._next = step + 1
+                self.next_step = step + 1
 
     def take(self, step: int) -> None:
         """Takes a snapshot now. If memory runs out, that is logged, and training goes on with none."""
         if self.is_over or (self._copier is None and not self._settle_place()):
             return
         assert self._copier is not None
-        self._next = step + self._options.every
+        self.next_step = step + self._options.every
         if self._disk is not None:
             self._disk.catch_up()  # it reads from the memory that is to be written to
         into, self._spare = self._spare, None
@@ -164,19 +171,19 @@ class SnapshotRing:
             self._go_without(f"the snapshot of step {step} does not fit into memory")
             return
         facts = {**self._state.facts(), "data": self._data.mark(), "step": step}
-        self._candidate = Snapshot(step, facts, copies)
+        self.candidate = Snapshot(step, facts, copies)
         if self._disk is not None:
             self._disk.write(step, copies, {**facts, "run": self._run_facts()})
 
     def heard(self, step: int) -> None:
         """Step number ``step`` is known to have been finite."""
-        candidate = self._candidate
+        candidate = self.candidate
         is_due = candidate is not None and step >= candidate.step + self._options.confirm - 1
         if is_due and self._is_calm():
             self._keep_candidate()
 
     def _keep_candidate(self) -> None:
-        candidate, self._candidate = self._candidate, None
+        candidate, self.candidate = self.candidate, None
         assert candidate is not None
         self._good.append(candidate)
         if self._disk is not None:
@@ -193,13 +200,13 @@ class SnapshotRing:
 
         The next is taken when the host would have heard of the step in either way of guarding.
         """
-        candidate = self._candidate
+        candidate = self.candidate
         if candidate is not None and not (routine and step >= candidate.step):
-            self._candidate, self._next = None, 0
+            self.candidate, self.next_step = None, 0
             self._spare = candidate.copies
             if self._disk is not None:
                 self._disk.discard(candidate.step)
-        self._next = max(self._next, step + 1 + self._lag)
+        self.next_step = max(self.next_step, step + 1 + self._lag)
 
     def choose(self, step: int, *, back: int, count: int) -> Snapshot | None:
         """The newest good one at least ``back`` steps before ``step``; the next older for each further ``count``."""
@@ -212,7 +219,7 @@ class SnapshotRing:
         self.fence()
         self._good = self._good[: self._good.index(snapshot) + 1]
         # Where trouble comes back at the same place, the way leads to before it, not to what was taken on the way.
-        self._next = now + max(self._options.every, 2 * (step - max(snapshot.step, self._restarted)))
+        self.next_step = now + max(self._options.every, 2 * (step - max(snapshot.step, self._restarted)))
         self._restarted = now
         if snapshot.copies is not None:
             snapshot.copies.wait()
@@ -239,18 +246,18 @@ class SnapshotRing:
             return None
         facts, step = self._load(self._disk, None)
         self._good = [Snapshot(step, facts, None)]
-        self._candidate, self._next = None, facts["run"]["num_steps"] + self._options.every
+        self.candidate, self.next_step = None, facts["run"]["num_steps"] + self._options.every
         return facts
 
     def forget(self) -> None:
         """The run is at another state now: no snapshot is of its past."""
         self.trouble(-1)
-        self._good, self._next = [], 1
+        self._good, self.next_step = [], 1
 
     def give_back(self) -> bool:
         """Training has run out of memory: drops the ring if it takes the same memory. True if it did."""
         shares = self._copier is not None and (self._copier.where == "device" or self._state.device.type == "cpu")
-        held = [each for each in (*self._good, self._candidate) if each is not None and each.copies is not None]
+        held = [each for each in (*self._good, self.candidate) if each is not None and each.copies is not None]
         if not shares or not (held or self._spare is not None):
             return False
         self._go_without("training needs the memory that snapshots take", stays=self._state.device.type == "cpu")
@@ -265,12 +272,12 @@ class SnapshotRing:
         """Drops what is in memory, and takes no more snapshots."""
         memory.HostMemory.reserve(self, 0)
         self.is_over = True
-        for each in (*self._good, self._candidate):
+        for each in (*self._good, self.candidate):
             if each is not None and each.copies is not None:
                 self._drop(each.copies)
         if self._spare is not None:
             self._drop(self._spare)
-        self._candidate = self._spare = None
+        self.candidate = self._spare = None
         # What is on disk stays there to go back to, unless other ranks have more of it than this one.
         self._good = self._good if self._disk is not None and self._ranks.size == 1 else []
 

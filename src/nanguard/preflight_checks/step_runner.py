@@ -44,7 +44,7 @@ class StepResult:
     loss: float = 0.0
 
 
-class Rehearsal:
+class StepRunner:
     """Steps of one program. Waits for the device."""
 
     def __init__(

@@ -28,7 +28,7 @@ from nanguard.step.pending import PendingStep
 _CHECKED_FROM_NOW = "updates are checked from now on: if it happens again, it is caught and explained"
 
 
-class Casebook:
+class IncidentRecorder:
     """``bundles`` is None if bad steps are not saved to disk, ``ring`` if no snapshots are taken."""
 
     def __init__(
@@ -50,11 +50,9 @@ class Casebook:
         diagnosis = self._examinations.examine(
             pending, reading, past, update="update" in reading.found, is_last=is_last
         )
-        return (
-            diagnosis
-            if diagnosis is None or not reading.damaged
-            else self._of_damage(diagnosis, pending, reading, past)
-        )
+        if diagnosis is None or not reading.damaged:
+            return diagnosis
+        return self._of_damage(diagnosis, pending, reading, past)
 
     def gather(
         self, pending: PendingStep, reading: Reading, diagnosis: Diagnosis | None, *, is_last: bool = False
@@ -100,11 +98,9 @@ class Casebook:
         names = listed(reading.damaged)
         last = reading.step - 1
         is_by_program, lines = self._parts.update_checks.had(last), self._lines_that_write(pending)
-        by = (
-            "by the program, since the update of that step was finite"
-            if is_by_program
-            else "by its update, or by the program"
-        )
+        by = "by its update, or by the program"
+        if is_by_program:
+            by = "by the program, since the update of that step was finite"
         because = f"{names} became non-finite after step {last:,}: {by}{authorship.in_words(lines)}"
         known = [each.lrs for each in past.readings if each.step <= last and each.lrs]
         rates = [rate for rate in known[-1] if rate is not None] if known else []

@@ -1,0 +1,282 @@
+"""Sound steps in few calls: whole steps of a program in which nothing else has to be looked after.
+
+Most programs have no loss scale, no mitigation in force and no step that is being traced, and nearly all steps are
+finite. The engine asks for each of these things at each step. Here they are asked for once, after a step that was made
+the usual way (``look``). From then on a step is measured (``measure``), made by the program (``run``), and recorded
+(``made``). Whatever is unusual about a step, and every step that is not finite, is left to the engine.
+
+The host of a small model spends more time on finding our code in memory than on running it, so there is one function
+for each moment, and it touches little.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from nanguard import _compat
+from nanguard.hosted.clipping import are_ordinary
+from nanguard.hosted.shared_buffers import SharedBuffers
+from nanguard.numerics.norm import are_alike, gradients_of, joint_norm
+from nanguard.records.healthy import SoundStep
+from nanguard.state.optimizer_traits import traits_of
+from nanguard.state.readback import AsyncReadback, PendingCopy
+from nanguard.state.training_modes import TrainingModes
+from nanguard.step.late import Late
+from nanguard.step.pending import LAG, PendingStep
+
+if TYPE_CHECKING:
+    from nanguard.hosted.iteration import Iteration
+    from nanguard.hosted.step import HostedStep
+
+
+class SoundSteps(ABC):
+    """Of one optimizer. ``is_allowed`` is False if the host does more between its steps than we know of."""
+
+    def __init__(self, hosted: HostedStep, *, is_allowed: bool) -> None:
+        self._parts, self._engine, self._recovery = hosted.parts, hosted.engine, hosted.recovery
+        self._optimizer, self._clipping, self._ring = hosted.optimizer, hosted.clipping, hosted.engine.ring
+        state, policy = self._parts.state, self._parts.policy
+        is_ours = state.schedule.is_ours or state.ema is not None or policy.answers_divergence is not None
+        self._is_allowed = is_allowed and not (is_ours or traits_of(self._optimizer).needs_closure)
+        self._differ: PendingCopy | None = None
+        self._are_constant = True
+        self._are_noted = False
+        self.is_on = False
+        """Whether the next step may be made here. Then no step is open."""
+
+    def look(self) -> None:
+        """After a step that was made the usual way."""
+        parts, recovery = self._parts, self._recovery
+        observers = parts.journal.observers
+        self.is_on = (
+            self._is_allowed
+            and parts.clipper.is_off
+            and parts.precision.scaler is None
+            and not (parts.ranks.votes or parts.islands.names or recovery.has_duties)
+            and not (observers.measuring or observers.opening)
+            and recovery.examinations.live.is_idle
+            and not parts.update_checks.are_due(parts.num_steps)
+            and self._can_follow_buffers()
+            and self._can_measure()
+        )
+
+    def end(self) -> bool:
+        """The step under way is made the usual way. True if buffers were noted, and a module has been called since."""
+        is_noted, self._are_noted, self.is_on = self._are_noted, False, False
+        return is_noted
+
+    def before_forward(self, *, is_first: bool) -> bool:
+        """Before a module is called: notes buffers, if necessary. False if it has to be done the usual way."""
+        parts = self._parts
+        if not parts.buffers.is_used:
+            return True
+        if self._are_constant:
+            is_noted = parts.buffers.is_noted()
+            self._are_noted = self._are_noted or is_noted
+            return is_noted
+        if not is_first:
+            return False
+        if parts.last_forward.is_on:
+            parts.last_forward.mend_in_any_case_()
+        parts.buffers.note_()
+        parts.last_forward.begin_(parts.buffers)
+        self._are_noted = True
+        return True
+
+    def has_sound_buffers(self) -> bool:
+        """After the last backward pass: whether buffers are finite, or are what they were. Syncs if they are not."""
+        buffers = self._parts.buffers
+        if not buffers.is_used:
+            return True
+        return buffers.is_noted() if self._are_constant else self._are_noted and buffers.are_finite()
+
+    def _can_follow_buffers(self) -> bool:
+        """Whether there are no buffers, or they are constant."""
+        self._are_noted = False
+        self._are_constant = self._look_at_buffers()
+        return self._are_constant
+
+    def _look_at_buffers(self) -> bool:
+        """Whether the steps write to no buffer, as far as is known: masks and tables. They are noted then.
+
+        Torch does not count all writes, so the values are compared once. On a GPU the answer arrives some steps later.
+        """
+        buffers = self._parts.buffers
+        if not buffers.is_used:
+            return True
+        if isinstance(buffers, SharedBuffers) or buffers.has_statistics or not buffers.is_noted():
+            self._differ = None
+            return False
+        if self._differ is None:
+            self._differ = AsyncReadback(self._parts.state.device).post(buffers.differ())
+        if not self._differ.has_arrived():
+            return False
+        (differs,), self._differ = self._differ.read(), None
+        return not differs
+
+    @abstractmethod
+    def _can_measure(self) -> bool:
+        """Whether ``measure`` is made for such a step as the last one."""
+
+    @abstractmethod
+    def measure(self, this: Iteration) -> Any:
+        """What ``made`` is to be given. None if the step is not sound, or has to be made the usual way."""
+
+    def run(self, step: Callable[[Optimizer], Any]) -> Any:
+        """Has the program make the step that was measured."""
+        return step(self._optimizer)
+
+    @abstractmethod
+    def made(self, measured: Any) -> None:
+        """The program has made the step: records it, and takes a snapshot if one is due."""
+
+    def raised(self, error: BaseException) -> None:
+        """The program's own ``step()`` has raised. It counts as a step."""
+        self.is_on = False
+        self._parts.num_steps += 1
+        self._engine.raised(error)
+
+
+def sound_steps_of(hosted: HostedStep, *, is_allowed: bool) -> SoundSteps:
+    """For the way in which ``hosted`` makes its steps now."""
+    late = hosted.engine.late
+    if late is None:
+        return AskedSteps(hosted, is_allowed=is_allowed)
+    return LateSteps(hosted, late, is_allowed=is_allowed and type(late) is Late)
+
+
+class AskedSteps(SoundSteps):
+    """The host asks before each step, on a CPU."""
+
+    def __init__(self, hosted: HostedStep, *, is_allowed: bool) -> None:
+        super().__init__(hosted, is_allowed=is_allowed)
+        self._num_params = sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+    def _can_follow_buffers(self) -> bool:
+        """In any case: they are noted before each step, as they are the usual way."""
+        super()._can_follow_buffers()
+        return True
+
+    def _can_measure(self) -> bool:
+        if self._parts.can_read_quickly:
+            self._engine.mode.settle()
+        return self._parts.can_read_quickly
+
+    def measure(self, this: Iteration) -> SoundStep | None:
+        loss = this.losses[0].item()
+        if self._clipping.is_noted or not math.isfinite(loss) or _compat.has_step_pre_hooks(self._optimizer):
+            return None
+        norms, rates, num_params = [], [], 0
+        for group in self._optimizer.param_groups:
+            params, rate = group["params"], group.get("lr")
+            norm = joint_norm(gradients_of(params))
+            if type(rate) is not float or not math.isfinite(norm):
+                return None
+            num_params += len(params)
+            norms.append(norm)
+            rates.append(rate)
+        if num_params != self._num_params:
+            return None
+        return self._parts.num_steps, loss, tuple(norms), tuple(rates)
+
+    def made(self, measured: SoundStep) -> None:
+        parts, ring = self._parts, self._ring
+        number = parts.num_steps = measured[0] + 1
+        parts.journal.add_sound(measured)
+        if self._are_noted:
+            self._are_noted = False
+            if parts.last_forward.is_on:
+                parts.last_forward.mend_unused_()
+                parts.last_forward.forget()
+        if ring is not None:
+            if number >= ring.next_step:
+                ring.after_step(number)
+            if ring.candidate is not None:
+                ring.heard(number - LAG)
+
+
+class LateSteps(SoundSteps):
+    """The device decides, and the host learns of a step later. Nothing here syncs."""
+
+    def __init__(self, hosted: HostedStep, mode: Late, *, is_allowed: bool) -> None:
+        super().__init__(hosted, is_allowed=is_allowed)
+        self._mode, self._is_ordinary, self._may_be_read = mode, False, True
+
+    def _can_measure(self) -> bool:
+        measurement, device = self._parts.measurement, self._parts.state.device
+        grads = gradients_of(measurement.layout.params)
+        is_plain = are_alike(grads) and bool(grads) and grads[0].device == device and not measurement.layout.flags
+        last, self._may_be_read = self._parts.journal.last, True
+        self._is_ordinary = last is not None and are_ordinary(last.verdict.reading.norms)
+        return self._engine.late is self._mode and is_plain and len(grads) == len(measurement.layout.params)
+
+    def measure(self, this: Iteration) -> PendingStep | None:
+        parts, clipping, groups = self._parts, self._clipping, self._optimizer.param_groups
+        measurement = parts.measurement
+        layout, known, rates = measurement.layout, None, []
+        params = list(chain.from_iterable([group["params"] for group in groups]))
+        grads = gradients_of(params)
+        if len(grads) != len(params) or len(params) != len(layout.params):
+            return None
+        if not all(map(operator.is_, params, layout.params)) or _compat.has_step_pre_hooks(self._optimizer):
+            return None
+        for group in groups:
+            rate = group.get("lr")
+            if type(rate) is not float or not group.get("fused", True):
+                return None
+            rates.append(rate)
+        if clipping.is_noted:
+            known = clipping.known_norms(grads) if self._is_ordinary else None
+            if known is None:
+                return None
+            clipping.forget()
+        elif not are_alike(grads):
+            return None
+        pending = PendingStep(parts.num_steps, 0, None, False, 1)
+        pending.losses, pending.evidence, pending.layout = this.losses, this, layout
+        pending.lrs, pending.num_states = tuple(rates), (len(self._optimizer.state),)
+        pending.training = TrainingModes(parts.modules)
+        measurement.fill_again_(this.losses[0], grads, known)
+        measurement.raise_flag_(self._mode.latch)
+        return pending
+
+    def run(self, step: Callable[[Optimizer], Any]) -> Any:
+        """The device skips the step if the latch is up."""
+        if self._may_be_read:  # by a snapshot
+            self._may_be_read = False
+            self._recovery.fence()
+        options = vars(self._optimizer)
+        has_scale = "grad_scale" in options
+        options["found_inf"] = self._mode.latch
+        if not has_scale:
+            options["grad_scale"] = None
+        try:
+            return step(self._optimizer)
+        finally:
+            del options["found_inf"]
+            if not has_scale:
+                del options["grad_scale"]
+
+    def made(self, measured: PendingStep) -> None:
+        parts, ring, mode = self._parts, self._ring, self._mode
+        parts.num_steps = measured.step + 1
+        mode.put_in_flight(measured, parts.measurement.filled)
+        if ring is not None and measured.step + 1 >= ring.next_step:
+            ring.after_step(measured.step + 1)
+            self._may_be_read = True
+        while mode.num_in_flight >= LAG:
+            sound = mode.take_sound()
+            if sound is None:
+                self.is_on = False  # the usual way to open the next step is to answer this one first
+                return
+            self._is_ordinary = are_ordinary(sound[2])
+            parts.journal.add_sound(sound)
+            if ring is not None and ring.candidate is not None:
+                ring.heard(sound[0])

@@ -1,0 +1,97 @@
+"""The rows of a tape that are calls of modules. The tape is paused inside them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from nanguard import _compat, _compat_modes
+from nanguard.state.trees import PLAIN, mapped
+from nanguard.step.calls import Call
+from nanguard.step.older_tapes import OlderRows
+from nanguard.step.switched_mode import SwitchedMode
+from nanguard.step.tape import CallTape, Made, Outside, Unseen
+
+SWEEP_AFTER_CALLS = 32
+"""Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
+
+_NOTHING: dict[str, Any] = {}
+_is_grad_enabled, _is_transformed = torch.is_grad_enabled, _compat_modes.is_transformed
+
+
+class ModuleRows(SwitchedMode):
+    """What a tape is written with, and its rows that are modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: CallTape | None = None
+        self._rows: dict[int, tuple[Any, ...]] = {}
+        self._next = 0
+        self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
+        self._older: OlderRows | None = None
+        self._outside: dict[int, Outside] = {}
+        self._num_calls = 0
+
+    @abstractmethod
+    def _new_token(self, tensor: Tensor) -> Any:
+        """Of a tensor that no row of this tape made."""
+
+    @abstractmethod
+    def _look_at_length(self) -> None:
+        """Removes rows if there are too many."""
+
+    def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
+        given = []
+        for each in args:
+            if isinstance(each, Tensor):
+                given.append(self._token_for_module(each))
+            else:
+                given.append(each if type(each) in PLAIN else self._noted_for_module(each))
+        return tuple(given), self._noted_for_module(kwargs) if kwargs else _NOTHING
+
+    def after_module(self, call: Call, made: list[Tensor]) -> None:
+        """It has returned the tensors ``made``; ``call.taped`` is what ``before_module`` returned."""
+        if self.tape is not None and call.taped is not None and not self._is_inside:
+            number, marks = self._next, self._marks
+            conditions = _is_grad_enabled(), call.autocast, call.rng
+            self._rows[number] = (None, *call.taped, call.code, call.at, *conditions, call)
+            for place, tensor in enumerate(made):
+                marks[id(tensor)] = ref(tensor), Made(number, place)
+            self._next, self.tape.has_calls = number + 1, True
+            self._num_calls += 1
+            if self._num_calls >= SWEEP_AFTER_CALLS or not number & 63:
+                self._look_at_length()
+
+    def _from_outside(self, tensor: Tensor) -> Outside:
+        known, version = self._outside.get(id(tensor)), _compat.version(tensor)
+        if known is None or known.version != version:
+            known = self._outside[id(tensor)] = Outside(tensor, version)
+        return known
+
+    def _token_for_module(self, tensor: Tensor) -> Any:
+        """What was made unseen is held by the record of the call anyway."""
+        mark = self._marks.get(id(tensor))
+        if mark is not None and mark[0]() is tensor:
+            return mark[1]
+        if self._older is None and not _is_transformed(tensor):
+            return self._from_outside(tensor)
+        found = self._new_token(tensor)
+        return self._from_outside(tensor) if type(found) is Unseen else found
+
+    def _noted_for_module(self, tree: Any) -> Any:
+        """As ``_noted``, for any container."""
+        if isinstance(tree, Tensor):
+            return self._token_for_module(tree)
+        kind = type(tree)
+        if kind in PLAIN:
+            return tree
+        if kind is tuple:
+            return tuple([self._noted_for_module(child) for child in tree])
+        if kind is dict:
+            return {key: self._noted_for_module(child) for key, child in tree.items()}
+        return mapped(tree, lambda leaf: self._token_for_module(leaf) if isinstance(leaf, Tensor) else None)
