@@ -16,7 +16,7 @@ import nanguard
 from helpers import INF, TinyNet, build, differences, everything, loss_fn, make_batches, own_step, poisoned
 from nanguard.testing import Fault, inject
 
-pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
+pytestmark = [pytest.mark.cuda]
 
 FUSED = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),

@@ -484,7 +484,6 @@ def test_a_compiled_model_is_probed_without_compilation_if_that_is_asked_for() -
 
 
 @pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("probe_every", [3, "auto"])
 @pytest.mark.parametrize("own", [False, True])
 def test_no_step_of_a_watched_run_syncs(probe_every: Any, own: bool) -> None:

@@ -188,7 +188,6 @@ def test_several_optimizers_are_asked_at_once() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_on_a_gpu_no_step_waits_and_bad_ones_never_happened() -> None:
     batches = make_batches(24, device="cuda")
 

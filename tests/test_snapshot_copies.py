@@ -547,15 +547,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(monkeypatch: pytest.Monke
 
 # ── On a GPU ─────────────────────────────────────────────────────────────────────────────────────────────
 
-on_gpu = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 WAYS = ["device", "host"]
-
-
-def gpu(test: Any) -> Any:
-    for mark in on_gpu:
-        test = mark(test)
-    return test
-
 
 @contextmanager
 def syncs_are_errors() -> Iterator[None]:
@@ -578,7 +570,7 @@ def busy(milliseconds: int = 50) -> None:
     torch.cuda._sleep(int(1_700_000 * milliseconds))
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_a_state_of_every_kind_comes_back_to_the_bit(where: Any) -> None:
     state = some_state("cuda")
@@ -599,7 +591,7 @@ def test_gpu_a_state_of_every_kind_comes_back_to_the_bit(where: Any) -> None:
     assert copied["weight"].is_pinned() == (where == "host")
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_nothing_syncs(where: Any) -> None:
     state = {**some_state("cuda"), **large_state(256 * MIB, 50)}
@@ -627,7 +619,7 @@ def test_gpu_nothing_syncs(where: Any) -> None:
     assert differing(state, before) == []
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_the_copy_is_of_the_moment_it_was_taken(where: Any, reuse: bool) -> None:
@@ -651,7 +643,7 @@ def test_gpu_the_copy_is_of_the_moment_it_was_taken(where: Any, reuse: bool) -> 
         assert wrong == {}
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_without_the_fence_the_test_above_would_fail(where: Any) -> None:
     state = large_state(2048 * MIB, 60)
@@ -667,7 +659,7 @@ def test_gpu_without_the_fence_the_test_above_would_fail(where: Any) -> None:
     assert any((copied[name] == -1).any() for name in copied.names)
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_training_goes_on_from_a_copy_as_it_did(where: Any) -> None:
     model = nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
@@ -704,7 +696,7 @@ def test_gpu_training_goes_on_from_a_copy_as_it_did(where: Any) -> None:
         assert differing(live(), end) == []
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_tensors_may_be_dropped_while_they_are_read(where: Any) -> None:
     copier = Copier(torch.device("cuda"), where)
@@ -724,7 +716,7 @@ def test_gpu_tensors_may_be_dropped_while_they_are_read(where: Any) -> None:
     assert len(usurpers) == 40
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", WAYS)
 def test_gpu_copies_may_be_dropped_while_they_are_made(where: Any) -> None:
     copier = Copier(torch.device("cuda"), where)
@@ -744,7 +736,7 @@ def test_gpu_copies_may_be_dropped_while_they_are_made(where: Any) -> None:
     assert [name for name in names if (other[name] != -1).any()] == []
 
 
-@gpu
+@pytest.mark.cuda
 def test_gpu_two_states_on_their_way_do_not_mix() -> None:
     state = large_state(1024 * MIB, 40)
     copier = Copier(torch.device("cuda"), "host")
@@ -759,7 +751,7 @@ def test_gpu_two_states_on_their_way_do_not_mix() -> None:
         assert [name for name in copied.names if (copied[name] != value).any()] == []
 
 
-@gpu
+@pytest.mark.cuda
 def test_gpu_a_copy_to_the_host_needs_next_to_no_device_memory() -> None:
     state = large_state(2048 * MIB, 60)
     copier = Copier(torch.device("cuda"), "host")
@@ -776,7 +768,7 @@ def test_gpu_a_copy_to_the_host_needs_next_to_no_device_memory() -> None:
     assert peak_back <= 40 * MIB, memory.human(peak_back)
 
 
-@gpu
+@pytest.mark.cuda
 def test_gpu_pinned_memory_is_little_more_than_the_state() -> None:
     state = large_state(1500 * MIB, 300)
     copied = Copier(torch.device("cuda"), "host").reserve(state)
@@ -784,7 +776,7 @@ def test_gpu_pinned_memory_is_little_more_than_the_state() -> None:
     assert all(chunk.is_pinned() for chunk in copied._chunks)
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_gpu_copies_are_cast_to_what_the_state_has_become(where: Any) -> None:
     then = {
@@ -804,7 +796,7 @@ def test_gpu_copies_are_cast_to_what_the_state_has_become(where: Any) -> None:
     assert all(torch.equal(now[name].detach().cpu(), then[name].to(now[name].dtype).cpu()) for name in then)
 
 
-@gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_gpu_a_state_is_not_copied_inside_a_cuda_graph(where: Any) -> None:
     state = {"a": torch.ones(4, device="cuda")}
@@ -822,7 +814,7 @@ def test_gpu_a_state_is_not_copied_inside_a_cuda_graph(where: Any) -> None:
     assert copier.take(state)["a"].device.type == ("cuda" if where == "device" else "cpu")
 
 
-@gpu
+@pytest.mark.cuda
 def test_gpu_what_is_free_is_known_without_waiting() -> None:
     torch.cuda.synchronize()
     event = torch.cuda.Event()

@@ -793,7 +793,6 @@ def test_a_gradient_on_one_rank_is_hit_before_ddp_reduces_it(tmp_path: Path) -> 
 
 
 @pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("value", ["nan", "huge", "bitflip", 7.5])
 def test_injecting_does_not_sync(value: str | float) -> None:
