@@ -549,6 +549,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(monkeypatch: pytest.Monke
 
 WAYS = ["device", "host"]
 
+
 @contextmanager
 def syncs_are_errors() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
