@@ -127,11 +127,11 @@ _KINDS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _RECORDING_MODES = () if _KINDS is None else (_KINDS.FAKE, _KINDS.PROXY, _KINDS.FUNCTIONAL)
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _is_tracing, _num_dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
-_is_key_included, _is_dynamo_compiling = (
-    torch._C._dispatch_tls_is_dispatch_key_included,
-    torch.compiler.is_dynamo_compiling,
-)
+_is_key_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
 _compiler: Any = torch.compiler
+
+is_traced_by_compile: Any = torch.compiler.is_dynamo_compiling
+"""Whether ``torch.compile`` traces the program now. What comes after an ``or`` behind this is not traced then."""
 
 
 def is_recording() -> bool:
@@ -140,7 +140,7 @@ def is_recording() -> bool:
     True inside ``torch.compile``, ``torch.jit.trace`` (also for ``SummaryWriter.add_graph`` and ONNX),
     ``torch.export``, ``make_fx``, ``torch.fx.symbolic_trace``, and with fake tensors. Does not sync.
     """
-    if _is_dynamo_compiling():  # first: under torch.compile the rest is not even traced
+    if is_traced_by_compile():  # first: under torch.compile the rest is not even traced
         return True
     if _compiler._is_compiling_flag or _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
         return True

@@ -91,8 +91,8 @@ class CallListener:
             # Looked up at each call: others, such as torch.fx, may replace the inherited method.
             inherited: Any = super(kind, module)
             original = inherited.__call__ if own is None else functools.partial(own, module)
-            # is_recording() comes first: a compiled or traced program must not depend on what we listen to.
-            if _compat.is_recording() or id(module) not in listed:
+            # This comes first: a compiled program must not depend on what we listen to.
+            if _compat.is_traced_by_compile() or id(module) not in listed or _compat.is_recording():
                 return original(*args, **kwargs)
             here = threads.here
             if here.module is not None:

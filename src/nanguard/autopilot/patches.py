@@ -154,11 +154,11 @@ class Patches:
         monitor = self._monitor
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            is_recording = _compat.is_recording()
-            if not is_recording and monitor.plain.is_noted(tensors):
+            is_traced = _compat.is_traced_by_compile()
+            if not is_traced and monitor.plain.is_noted(tensors):
                 original(tensors, *args, **kwargs)
                 return
-            if is_recording or monitor.is_aside:
+            if is_traced or _compat.is_recording() or monitor.is_aside:
                 monitor.children.trains()
                 original(tensors, *args, **kwargs)
                 return

@@ -214,7 +214,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
         for argument, name in () if row is None else _named_arguments(row):
             assert row is not None
             name = run.name_of_entry(name, number, row)
-            inside = list(tokens(argument)) if row.call is None else tokens_for_module(argument)
+            inside = tokens(argument) if row.call is None else tokens_for_module(argument)
             named = {id(leaf): path for path, leaf in named_leaves(argument)}
             paths = [named.get(id(token), "") for token in inside]  # a slice is no container
             for token, part in zip(inside, names_of_parts(name, paths), strict=True):

@@ -20,7 +20,7 @@ from nanguard import _compat, _compat_modes
 from nanguard.source.arguments import argument_names, names_beside_number
 from nanguard.source.frames import Place, SavedPosition, place_of
 from nanguard.state.rng import RngState
-from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
+from nanguard.state.trees import PLAIN, is_float, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
 
 
@@ -108,7 +108,7 @@ class Row(NamedTuple):
         if isinstance(self.code, SavedPosition):
             return list(self.code.names)
         is_method = self.function is not None and getattr(Tensor, self.name, None) is self.function
-        if len(self.args) == 2 and not list(tokens(self.args[1])):
+        if len(self.args) == 2 and not tokens(self.args[1]):
             return names_beside_number(
                 self.code, self.at, is_reflected=self.name.startswith("__r"), is_method=is_method
             )
@@ -118,7 +118,7 @@ class Row(NamedTuple):
     def tokens(self) -> list[Any]:
         """What stands for tensors in its arguments."""
         given = self.args, self.kwargs
-        return list(tokens(given)) if self.call is None else tokens_for_module(given)
+        return tokens(given) if self.call is None else tokens_for_module(given)
 
     @property
     def writes(self) -> bool:
@@ -300,17 +300,28 @@ def is_readable(tensor: Tensor) -> bool:
     return is_plain and is_float(tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def tokens(tree: Any) -> Iterator[Any]:
-    """What stands for tensors in the arguments of a row."""
-    if isinstance(tree, (Made, Outside, Unseen)):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for child in tree:
-            yield from tokens(child)
-    elif isinstance(tree, dict):
-        yield from tokens(list(tree.values()))
-    elif type(tree) is slice:
-        yield from tokens((tree.start, tree.stop, tree.step))
+def tokens(tree: Any) -> list[Any]:
+    """What stands for tensors in the arguments of a row. Asked for each row before a model is called: in few calls."""
+    found: list[Any] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(children: Iterable[Any], found: list[Any]) -> None:
+    for child in children:
+        kind = type(child)
+        if kind in PLAIN:
+            continue
+        if kind is Made or kind is Outside or kind is Unseen:
+            found.append(child)
+        elif isinstance(child, (tuple, list)):
+            if child:
+                _collect(child, found)
+        elif isinstance(child, dict):
+            if child:
+                _collect(child.values(), found)
+        elif kind is slice:
+            _collect((child.start, child.stop, child.step), found)
 
 
 def tokens_for_module(tree: Any) -> list[Any]:
