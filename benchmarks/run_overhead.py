@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fcntl import ioctl
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,7 +169,7 @@ def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
     steps = steps_needed(WARM_UP, block, rounds)
     plain: list[float] = []
     blocks: list[Block] = []
-    for _ in range(pairs):
+    for pair in range(1, pairs + 1):
         with tempfile.TemporaryDirectory() as folder:
 
             def player(guarded: bool, folder: str = folder) -> Player:
@@ -181,6 +181,9 @@ def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
             of_plain, of_guarded = take_turns(player(guarded=False), player(guarded=True), rounds)
         plain += of_plain
         blocks += of_guarded
+        if pairs > 1:
+            ratio_of_pair = statistics.median(ratio for _, ratio in of_guarded)
+            say(f"  {row.device}, {row.name}: {ratio_of_pair:.3f} in pair {pair} of {pairs}")
     ms, ratios = (list(values) for values in zip(*blocks, strict=True))
     ratio = spread(ratios)
     return {
@@ -267,6 +270,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only those whose device, program, fault or name contains this")
+    parser.add_argument("--pairs", type=int, help="so many pairs of processes for each healthy program")
     parser.add_argument("--smoke", action="store_true", help="few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -275,6 +279,10 @@ def main() -> None:
     wanted = [text for text in args.rows.split(",") if text]
     if wanted:
         rows = [row for row in rows if any(text in f"{row}" for text in wanted)]
+    if args.pairs is not None:
+        rows = [replace(row, pairs=args.pairs) for row in rows]
+    if args.pairs is not None and args.pairs < 1:
+        parser.error(f"--pairs must be at least 1, not {args.pairs}")
     if not rows:
         names = ", ".join(repr(row.name) for row in ROWS if row.device == "cpu" or on_gpu)
         parser.error(f"--rows {args.rows} matches no row that can be measured here; there are {names}")
