@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import nanguard
 from helpers import NAN, TinyNet, differences, everything, make_batches, poisoned
 from nanguard.hosted.sound import AskedSteps, LateSteps
+from nanguard.state.readback import AsyncReadback
 from nanguard.step.journal import Journal
 from nanguard.step.observers import Observers
 
@@ -321,6 +322,65 @@ for number in range(11):
             sys.exit()
         os.waitpid(child, 0)
 """
+
+
+class Clipped:
+    """A program that clips: its final state, and the readings that nanguard has recorded of its steps."""
+
+    def __init__(self, device: str, bad: str = "") -> None:
+        torch.manual_seed(0)
+        model = Masked().to(device)
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+        for number, (x, y) in enumerate(BATCHES):
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            if number == BAD and bad == "loss":
+                loss = loss + NAN
+            loss.backward()
+            if number == BAD and bad == "gradient":
+                model.layers[2].bias.grad[1] = NAN
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.state = everything(model, [optimizer], torch.get_rng_state())
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The readings of the steps that are recorded from now on."""
+    readings: list[Any] = []
+    record = Journal.record
+
+    def noting(journal: Journal, outcome: Any) -> None:
+        record(journal, outcome)
+        readings.append(outcome.verdict.reading)
+
+    monkeypatch.setattr(Journal, "record", noting)
+    return readings
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("bad", ["", "loss", "gradient"])
+def test_the_loss_goes_beside_the_norms_of_a_program_that_clips(
+    bad: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[torch.dtype] = []
+    post = AsyncReadback.post
+    monkeypatch.setattr(AsyncReadback, "post", lambda self, values: copies.append(values.dtype) or post(self, values))
+    readings = recorded(monkeypatch)
+    with nanguard.install(sync="eager"):
+        eager = Clipped(device, bad)
+    of_eager, readings[:] = list(readings), []
+    with nanguard.install(sync="late") as autopilot:
+        late = Clipped(device, bad)
+    assert copies.count(torch.float32) >= STEPS - 5  # most steps need no vector of their own
+    num_alike = BAD + 1 if bad else STEPS  # what is in flight behind a bad step counts as lost
+    assert [r.step for r in readings[:num_alike]] == list(range(num_alike))
+    for ours, other in zip(readings[:num_alike], of_eager, strict=False):
+        assert (ours.found, ours.gradients) == (other.found, other.gradients)
+        assert [ours.loss, *ours.norms] == pytest.approx([other.loss, *other.norms], rel=1e-6, nan_ok=True)
+    assert [each.outcome.verdict.reading.step for each in autopilot.incidents] == ([BAD] if bad else [])
+    if not bad:
+        assert differences(Clipped(device).state, late.state) == []
+        assert differences(eager.state, late.state) == []
 
 
 def test_a_forked_process_does_not_write_the_steps_of_its_parent(tmp_path: Path) -> None:

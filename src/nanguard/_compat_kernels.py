@@ -37,20 +37,21 @@ def torch_total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def clip_grad_norm(grads: list[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
+def clip_grad_norm(grads: list[Tensor], max_norm: float, *beside: Tensor) -> tuple[Tensor, Tensor]:
     """Does what ``clip_grad_norm_`` does to gradients of one device and dtype. Returns their norms and that of all.
 
     The same kernels as torch's, so the same bits, without what it does for gradients of several kinds. Does not sync.
+    The norms are in one tensor with the 0-dim tensors ``beside``, which come after them.
     """
-    norms, total = norms_of_alike(grads)
+    norms, total = norms_of_alike(grads, *beside)
     torch._foreach_mul_(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return norms, total
 
 
-def norms_of_alike(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def norms_of_alike(grads: Sequence[Tensor], *beside: Tensor) -> tuple[Tensor, Tensor]:
     """The norms of gradients of one device and dtype, and that of all, as ``clip_grad_norm_`` computes them."""
-    norms = torch.stack(torch._foreach_norm(grads, 2.0))  # type: ignore[arg-type]
-    return norms, torch.linalg.vector_norm(norms, 2.0)
+    values = torch.stack([*torch._foreach_norm(grads, 2.0), *beside])  # type: ignore[arg-type]
+    return values, torch.linalg.vector_norm(values[: len(grads)] if beside else values, 2.0)
 
 
 def by_device_and_dtype(tensors: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[int]]]:

@@ -275,7 +275,7 @@ class Patches:
             monitor.taper.stop()  # the losses are complete
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
             hosted_steps = monitor.registry.hosted_steps
-            norm = None if args or kwargs else clip_to_norm(hosted_steps, parameters, max_norm)
+            norm = None if args or kwargs else clip_to_norm(hosted_steps, parameters, max_norm, monitor.plain.losses)
             if norm is None:
                 norm = original(parameters, max_norm, *args, **kwargs)
                 clipped_to_norm(hosted_steps, parameters, norm, max_norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,6 +69,12 @@ class PlainSteps:
         if this.in_backward is not None or taper.goes_on_after_backward:
             self._monitor.after_backward(loss)
         return True
+
+    @property
+    def losses(self) -> Sequence[Tensor]:
+        """Of the step under way, without their graphs."""
+        this = self._threads.here.coordinator.iteration
+        return () if this.stepped else this.losses
 
     def is_noted(self, tensors: Any) -> bool:
         """Whether ``backward`` has noted the pass that begins now."""

@@ -12,24 +12,36 @@ from nanguard import _compat
 
 
 class KnownNorms:
-    """``norms`` has an element for each of ``grads``, which hold what clipping has left of them.
+    """``values`` has an element for each of ``grads``, which hold what clipping has left of them.
+
+    If there is a ``loss``, it is the last of the values.
 
     A gradient that was written to, or replaced, since then is not known any more.
     """
 
-    def __init__(self, grads: Sequence[Tensor], norms: Tensor) -> None:
-        self._grads, self._norms = grads, norms
+    def __init__(self, grads: Sequence[Tensor], values: Tensor, loss: Tensor | None) -> None:
+        self._grads, self._values, self._loss = grads, values, loss
         self._versions = _compat.versions(grads)
+
+    def with_loss(self, grads: Sequence[Tensor], loss: Tensor) -> Tensor | None:
+        """The norms of these gradients, in their order, and then this loss. None if they are not all of the values."""
+        return self._values if loss is self._loss and self._are_known(grads) else None
+
+    def _are_known(self, grads: Sequence[Tensor]) -> bool:
+        """Whether they are exactly the gradients that were clipped."""
+        are_same = len(grads) == len(self._grads) and all(map(operator.is_, grads, self._grads))
+        return are_same and _compat.versions(grads) == self._versions
 
     def of(self, grads: Sequence[Tensor], indices: KnownIndices) -> Tensor | None:
         """The norms of these gradients, in their order; None if one of them is not known. Does not sync."""
-        if len(grads) == len(self._grads) and all(map(operator.is_, grads, self._grads)):
-            return self._norms if _compat.versions(grads) == self._versions else None
+        norms = self._values[: len(self._grads)]
+        if self._are_known(grads):
+            return norms
         places = {id(grad): place for place, grad in enumerate(self._grads)}
         wanted = [places.get(id(grad), -1) for grad in grads]
         if -1 in wanted or any(_compat.version(g) != self._versions[at] for g, at in zip(grads, wanted, strict=True)):
             return None
-        return self._norms[indices.on_device(wanted, self._norms.device)]
+        return norms[indices.on_device(wanted, norms.device)]
 
 
 class KnownIndices:

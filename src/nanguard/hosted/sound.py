@@ -29,6 +29,7 @@ from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.readback import AsyncReadback, PendingCopy
 from nanguard.state.training_modes import TrainingModes
 from nanguard.step.late import Late
+from nanguard.step.measurement import NormsAndLoss
 from nanguard.step.pending import LAG, PendingStep
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ class LateSteps(SoundSteps):
     def __init__(self, hosted: HostedStep, mode: Late, *, is_allowed: bool) -> None:
         super().__init__(hosted, is_allowed=is_allowed)
         self._mode, self._is_ordinary, self._may_be_read = mode, False, True
+        self._values = self._parts.measurement.filled
+        self._known_layout = NormsAndLoss([], [])
 
     def _can_measure(self) -> bool:
         measurement, device = self._parts.measurement, self._parts.state.device
@@ -215,12 +218,13 @@ class LateSteps(SoundSteps):
         is_plain = are_alike(grads) and bool(grads) and grads[0].device == device and not measurement.layout.flags
         last, self._may_be_read = self._parts.journal.last, True
         self._is_ordinary = last is not None and are_ordinary(last.verdict.reading.norms)
+        self._known_layout = NormsAndLoss(measurement.layout.groups, measurement.layout.params)
         return self._engine.late is self._mode and is_plain and len(grads) == len(measurement.layout.params)
 
     def measure(self, this: Iteration) -> PendingStep | None:
         parts, clipping, groups = self._parts, self._clipping, self._optimizer.param_groups
-        measurement = parts.measurement
-        layout, known, rates = measurement.layout, None, []
+        measurement, (loss,) = parts.measurement, this.losses
+        layout, known, values, rates = measurement.layout, None, None, []
         params = list(chain.from_iterable([group["params"] for group in groups]))
         grads = gradients_of(params)
         if len(grads) != len(params) or len(params) != len(layout.params):
@@ -233,18 +237,27 @@ class LateSteps(SoundSteps):
                 return None
             rates.append(rate)
         if clipping.is_noted:
-            known = clipping.known_norms(grads) if self._is_ordinary else None
-            if known is None:
+            if not self._is_ordinary:
                 return None
+            values = clipping.known_with_loss(grads, loss)
+            if values is None:
+                known = clipping.known_norms(grads)
+                if known is None:
+                    return None
             clipping.forget()
         elif not are_alike(grads):
             return None
         pending = PendingStep(parts.num_steps, 0, None, False, 1)
-        pending.losses, pending.evidence, pending.layout = this.losses, this, layout
+        pending.losses, pending.evidence = this.losses, this
         pending.lrs, pending.num_states = tuple(rates), (len(self._optimizer.state),)
         pending.training = TrainingModes(parts.modules)
-        measurement.fill_again_(this.losses[0], grads, known)
-        measurement.raise_flag_(self._mode.latch)
+        if values is None:
+            measurement.fill_again_(loss, grads, known)
+            pending.layout, self._values = layout, measurement.filled
+            measurement.raise_flag_(self._mode.latch)
+        else:
+            pending.layout, self._values = self._known_layout, values
+            measurement.raise_flag_(self._mode.latch, values)
         return pending
 
     def run(self, step: Callable[[Optimizer], Any]) -> Any:
@@ -267,7 +280,7 @@ class LateSteps(SoundSteps):
     def made(self, measured: PendingStep) -> None:
         parts, ring, mode = self._parts, self._ring, self._mode
         parts.num_steps = measured.step + 1
-        mode.put_in_flight(measured, parts.measurement.filled)
+        mode.put_in_flight(measured, self._values)
         if ring is not None and measured.step + 1 >= ring.next_step:
             ring.after_step(measured.step + 1)
             self._may_be_read = True

@@ -39,17 +39,17 @@ class AsyncReadback:
 
     def post(self, values: Tensor) -> PendingCopy:
         """Starts copying ``values`` to the host. Does not sync."""
-        readback = self._take(len(values))
+        readback = self._take(len(values), values.dtype)
         readback.copy.copy_(values, non_blocking=True)
         if readback.arrived is not None:
             readback.arrived.record()
         return readback
 
-    def _take(self, size: int) -> PendingCopy:
-        if self._pool and len(self._pool[-1].copy) != size:
+    def _take(self, size: int, dtype: torch.dtype) -> PendingCopy:
+        if self._pool and (len(self._pool[-1].copy) != size or self._pool[-1].copy.dtype is not dtype):
             self._pool.clear()
         if self._pool:
             return self._pool.pop()
         event: Any = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
-        memory = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=self._on_cuda)
+        memory = torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._on_cuda)
         return PendingCopy(memory, event, self._pool)

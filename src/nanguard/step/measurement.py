@@ -94,7 +94,7 @@ class ParamGroups:
 class MeasurementLayout:
     """Which entry of a measurement belongs to what. ``sizes`` are those of the parts, in order."""
 
-    __slots__ = ("buffers", "flags", "groups", "loss_at", "params", "params_at", "sizes", "votes")
+    __slots__ = ("buffers", "checked_from", "flags", "groups", "loss_at", "params", "params_at", "sizes", "votes")
 
     def __init__(
         self, votes: int, flags: int, groups: list[int], buffers: tuple[str, ...], params: list[nn.Parameter]
@@ -103,12 +103,23 @@ class MeasurementLayout:
         self.sizes = [1, votes, flags, 1, len(buffers), *groups]
         self.loss_at = 1 + votes + flags
         self.params_at = self.loss_at + 1 + len(buffers)
+        self.checked_from = self.loss_at
 
     def fits(self, flags: int, groups: list[int], buffers: tuple[str, ...], params: list[nn.Parameter]) -> bool:
         """Whether it is the layout of these."""
         if flags != self.flags or groups != self.groups or buffers != self.buffers:
             return False
         return all(map(operator.is_, params, self.params))
+
+
+class NormsAndLoss(MeasurementLayout):
+    """Of a vector with nothing but the norms of gradients and, behind them, the loss."""
+
+    __slots__ = ()
+
+    def __init__(self, groups: list[int], params: list[nn.Parameter]) -> None:
+        super().__init__(0, 0, groups, (), params)
+        self.params_at, self.loss_at, self.checked_from = 0, len(params), 0
 
 
 EMPTY_LAYOUT = MeasurementLayout(0, 0, [], (), [])
@@ -215,9 +226,9 @@ class Measurement:
         """The norm of the gradients of each group."""
         return self._views.norms
 
-    def raise_flag_(self, flag: Tensor) -> None:
-        """Sets the 0-dim ``flag`` to 1 if loss, buffers or gradients are non-finite."""
-        raise_flag_(flag, self._views.measured, self._one)
+    def raise_flag_(self, flag: Tensor, values: Tensor | None = None) -> None:
+        """Sets the 0-dim ``flag`` to 1 if loss, buffers or gradients are non-finite, or these ``values`` of them."""
+        raise_flag_(flag, self._views.measured if values is None else values, self._one)
 
     def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 if loss or buffers are non-finite."""
@@ -247,7 +258,7 @@ class MeasuredValues:
     @property
     def is_finite(self) -> bool:
         """Whether everything on this rank is finite."""
-        return all(map(math.isfinite, self.values[self.layout.loss_at :]))
+        return all(map(math.isfinite, self.values[self.layout.checked_from :]))
 
     @property
     def scale(self) -> float:
@@ -282,5 +293,5 @@ class MeasuredValues:
 
     @property
     def bad_params(self) -> tuple[nn.Parameter, ...]:
-        norms = self.values[self.layout.params_at :]
+        norms = self.values[self.layout.params_at : self.layout.params_at + len(self.layout.params)]
         return tuple(p for p, norm in zip(self.layout.params, norms, strict=True) if not math.isfinite(norm))
