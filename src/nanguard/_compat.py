@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -51,9 +52,12 @@ def scale_of(scaler: Any) -> Tensor | None:
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:
     """``version`` of each, in less time."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version_of, tensors))
     except RuntimeError:
         return list(map(version, tensors))
+
+
+_version_of = attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int | None:

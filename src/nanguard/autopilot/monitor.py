@@ -137,11 +137,11 @@ class ProgramMonitor(ManualPrograms):
                 self._tracer.resume()
             if not taper.is_on:
                 self._begin_tape(coordinator, hosted_steps)
-            if taper.tape is not None and (taper.tape.losses or not taper.tape.is_settled):
-                taper.before_call()
         elif not coordinator.iteration.has_begun:
             taper.before_evaluation(root)
         was_taping = taper.pause()
+        if was_taping and is_training:
+            taper.before_call()
         here.depth += 1
         try:
             for hosted in hosted_steps:

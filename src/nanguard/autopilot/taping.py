@@ -55,9 +55,12 @@ class ProgramTape(TapeRecorder):
         return self.tape is not None and self.tape.raised is not None
 
     def before_call(self) -> None:
-        """The model is about to be called to train. What cannot be made again of what came before counts as data."""
+        """The model is about to be called to train, with the tape paused for it.
+
+        What cannot be made again of what came before counts as data.
+        """
         tape = self.tape
-        if tape is None or not self.is_own():
+        if tape is None:
             return
         if tape.losses:  # the program accumulates gradients
             self.goes_on_after_backward = True

@@ -116,8 +116,12 @@ def clip_to_norm(
     if not is_ordinary or not are_alike(grads) or grads[0].dtype is not torch.float32:
         return None
     beside = losses if len(hosted_steps) == len(losses) == 1 and _goes_beside(losses[0], hosted_steps[0], grads) else ()
-    with _compat_modes.unwatched(), _compat_modes.NoGrad():
-        values, total = _compat_kernels.clip_grad_norm(grads, float(max_norm), *beside)
+    with _compat_modes.NoGrad():
+        if _compat_modes.is_watched():
+            with _compat_modes.unwatched():
+                values, total = _compat_kernels.clip_grad_norm(grads, float(max_norm), *beside)
+        else:
+            values, total = _compat_kernels.clip_grad_norm(grads, float(max_norm), *beside)
         known = KnownNorms(grads, values, beside[0] if beside else None)
     for hosted in hosted_steps:
         divide = functools.partial(clipped_to_norm, [hosted], params, total, max_norm)

@@ -280,11 +280,11 @@ class LateSteps(SoundSteps):
     def made(self, measured: PendingStep) -> None:
         parts, ring, mode = self._parts, self._ring, self._mode
         parts.num_steps = measured.step + 1
-        mode.put_in_flight(measured, self._values)
+        num_due = mode.put_in_flight(measured, self._values)
         if ring is not None and measured.step + 1 >= ring.next_step:
             ring.after_step(measured.step + 1)
             self._may_be_read = True
-        while mode.num_in_flight >= LAG:
+        for _ in range(num_due):
             sound = mode.take_sound()
             if sound is None:
                 self.is_on = False  # the usual way to open the next step is to answer this one first

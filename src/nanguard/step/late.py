@@ -60,15 +60,14 @@ class Late:
         while self._in_flight:
             self._hear()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Of so many steps the host has not heard."""
-        return len(self._in_flight)
+    def put_in_flight(self, pending: PendingStep, values: Tensor) -> int:
+        """A step was made without ``finish``, and measured: starts the copy to the host.
 
-    def put_in_flight(self, pending: PendingStep, values: Tensor) -> None:
-        """A step was made without ``finish``, and measured: starts the copy to the host."""
+        Returns of how many steps the host is to hear now, by ``take_sound``.
+        """
         pending.readback = self._readbacks.post(values)
         self._in_flight.append(pending)
+        return len(self._in_flight) - LAG + 1
 
     def take_sound(self) -> SoundStep | None:
         """The oldest step in flight, which the host has now heard of, if it was sound; else ``before`` is to follow.

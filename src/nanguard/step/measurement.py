@@ -17,8 +17,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
+from nanguard._compat_kernels import raise_if_nonfinite_
 from nanguard._compat_modes import NoGrad
-from nanguard.numerics.finite import raise_flag_
 from nanguard.numerics.norm import NormWriter, are_alike, combine_, gradients_of, joint_norm, tensor_norms
 from nanguard.state import sharding
 from nanguard.step.optimizers import SkippableOptimizers
@@ -228,11 +228,11 @@ class Measurement:
 
     def raise_flag_(self, flag: Tensor, values: Tensor | None = None) -> None:
         """Sets the 0-dim ``flag`` to 1 if loss, buffers or gradients are non-finite, or these ``values`` of them."""
-        raise_flag_(flag, self._views.measured if values is None else values, self._one)
+        raise_if_nonfinite_(flag, self._views.measured if values is None else values, self._one)
 
     def raise_flag_but_for_gradients_(self, flag: Tensor) -> None:
         """Sets the 0-dim ``flag`` to 1 if loss or buffers are non-finite."""
-        raise_flag_(flag, self._views.but_gradients, self._one)
+        raise_if_nonfinite_(flag, self._views.but_gradients, self._one)
 
     def agree_(self) -> Tensor | None:
         """1 if any rank saw something non-finite, else 0; None if there is only one rank."""

@@ -46,9 +46,11 @@ class ModuleRows(SwitchedMode):
 
     def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
-        given = []
+        given, are_new = [], not (self._marks or self._older)  # the first call of a step is given data
         for each in args:
-            if isinstance(each, Tensor):
+            if are_new and type(each) is Tensor and not _is_transformed(each):
+                given.append(self._from_outside(each))
+            elif isinstance(each, Tensor):
                 given.append(self._token_for_module(each))
             else:
                 given.append(each if type(each) in PLAIN else self._noted_for_module(each))

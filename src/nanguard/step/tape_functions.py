@@ -92,16 +92,19 @@ class CompiledCalls(Listening):
     ) -> None:
         self._entered, self._left, self._is_inside = entered, left, is_inside
         self._undo: Any = None
+        self.has_begun = False
+        """Not before the program has imported torch's compiler."""
 
     def begin(self) -> bool:
         """False if this torch cannot tell."""
         self._undo = self._undo or _compat_modes.on_compiled_calls(self._entered, self._left, self._is_inside)
+        self.has_begun = bool(self._undo)
         return self._undo is not False
 
     def end(self) -> None:
         if self._undo:
             self._undo()
-            self._undo = None
+        self._undo, self.has_begun = None, False
 
 
 def _applying(writing: Callable[[], FunctionTape | None], original: Any) -> Callable[..., Any]:

@@ -79,7 +79,8 @@ class TapeRecorder(ModuleRows):
         if not self.is_begun:
             if self._active.mode is not None:
                 self._active.mode.stop()
-            if not self._compiled_calls.begin():  # compiled code would depend on whether we are on
+            calls = self._compiled_calls
+            if not (calls.has_begun or calls.begin()):  # compiled code would depend on whether we are on
                 return
             if not self._listens_for_good:
                 self._listen()
