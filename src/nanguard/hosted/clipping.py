@@ -131,7 +131,8 @@ def clip_to_norm(
 
 
 def _goes_beside(loss: Tensor, hosted: HostedStep, grads: list[Tensor]) -> bool:
-    return hosted.sync == "late" and loss.dtype is torch.float32 and loss.device == grads[0].device
+    is_ordinary = type(loss) is Tensor and loss.dtype is torch.float32 and loss.device == grads[0].device
+    return is_ordinary and hosted.sync == "late"
 
 
 def clipped_to_norm(hosted_steps: Iterable[HostedStep], params: Any, norm: Any, max_norm: Any) -> None:
