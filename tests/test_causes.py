@@ -967,6 +967,38 @@ def a_choice_that_was_masked(h):
 
 
 @program("zero_over_zero", "div", "0 / 0: the denominator is a sum of zeros, such as a mask that leaves nothing")
+def a_mean_by_hand_over_nothing_in_one_row(h):
+    keep = torch.ones_like(h)
+    keep[0] = 0
+    return ((h * keep).sum(1) / keep.sum(1)).sum()  # guilty
+
+
+@program("zero_over_zero", "div", "0 / 0: the denominator is the spread of values that are all equal")
+def equal_values_that_are_standardised(h):
+    rewards = torch.ones(8)
+    advantages = (rewards - rewards.mean()) / rewards.std(dim=0, keepdim=True)  # guilty
+    return h.sum() * advantages.sum()
+
+
+@program("zero_over_zero", "div", "0 / 0: the denominator is the spread of values that are all equal")
+def equal_values_and_the_root_of_their_variance(h):
+    rows = torch.zeros_like(h)
+    return ((h * 0 - rows) / rows.var(1, keepdim=True).sqrt()).sum()  # guilty
+
+
+@program("zero_over_zero", "div", "a difference of equal values, such as the maximum and the minimum")
+def equal_values_that_are_brought_to_0_and_1(h):
+    rows = h * 0 + 3
+    return ((rows - rows.min()) / (rows.max() - rows.min())).sum()  # guilty
+
+
+@program("div_by_zero", "div", "2 / 0: the denominator is the spread of values that are all equal")
+def a_signal_over_its_noise(h):
+    quiet = torch.zeros(4)
+    return ((h * 0 + 2) / quiet.std()).sum()  # guilty
+
+
+@program("zero_over_zero", "div", "0 / 0: the denominator is a sum of zeros, such as a mask that leaves nothing")
 def a_mean_by_hand_over_nothing(h):
     keep = h > 9
     return (h * keep).sum() / keep.sum()  # guilty

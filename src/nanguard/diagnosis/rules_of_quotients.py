@@ -6,7 +6,7 @@ import math
 
 from nanguard.diagnosis.ancestry import is_norm, is_norm_of, label_left_out, vanished_eps
 from nanguard.diagnosis.provenance import Note
-from nanguard.diagnosis.rules import Case, Found, fraction, number, value_of
+from nanguard.diagnosis.rules import SPREADS, Case, Found, fraction, number, value_of
 from nanguard.records.diagnosis import Operand
 
 _SOLVES = frozenset(
@@ -23,6 +23,9 @@ _EQUAL = {
 }
 """What the derivatives of decompositions divide by."""
 
+_SAME_VALUES = frozenset(("clone", "detach", "expand", "sqrt", "squeeze", "to_copy", "unsqueeze", "view"))
+"""Ops that give zero for zero."""
+
 
 # ---- operands --------------------------------------------------------------------------------------------------------
 
@@ -33,12 +36,18 @@ def _as_number(operand: Operand | None) -> str:
     return ": the divisor is a number of the program, such as a setting or a count" if is_number else ""
 
 
-def _sum_of_zeros(denominator: object) -> str:
-    """Words for a mean by hand over a mask or weights that leave nothing."""
-    if not isinstance(denominator, Note) or denominator.op != "sum" or not denominator.parents:
+def _why_zero(denominator: object) -> str:
+    """Words for a mean by hand over nothing, and for data that are normalised although they do not differ."""
+    while isinstance(denominator, Note) and denominator.op in _SAME_VALUES and denominator.parents:
+        denominator = denominator.parents[0]
+    if not isinstance(denominator, Note) or not denominator.parents:
         return ""
-    summed = denominator.parents[0].look
-    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * (summed.low == summed.high == 0)
+    if denominator.op in SPREADS:
+        return ": the denominator is the spread of values that are all equal"
+    if denominator.op == "sub" and len(denominator.parents) == 2:
+        return ": the denominator is a difference of equal values, such as the maximum and the minimum"
+    is_sum_of_zeros = denominator.op in ("sum", "mean") and denominator.parents[0].look.low >= 0
+    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * is_sum_of_zeros
 
 
 def ignored_label(case: Case) -> float | None:
@@ -75,10 +84,10 @@ def _of_quotient(case: Case) -> Found:
             ignored = ignored_label(case)
             if ignored is not None:
                 return "all_labels_ignored", f"every label is {number(ignored)}, which the loss leaves out: 0 / 0"
-            return "zero_over_zero", "0 / 0" + (_sum_of_zeros(source) or _as_number(below))
+            return "zero_over_zero", "0 / 0" + (_why_zero(source) or _as_number(below))
         if is_norm_of(source, over) or (is_norm(source) and not is_norm(over)):
             return "division_by_near_zero_norm", f"{number(dividend)} is divided by a norm of 0"
-        return "div_by_zero", f"{number(dividend)} / 0{_as_number(below)}"
+        return "div_by_zero", f"{number(dividend)} / 0{_why_zero(source) or _as_number(below)}"
     if not case.is_birth or dividend is None or not math.isfinite(divisor):
         return None
     if case.op == "addcdiv" and abs(dividend / divisor) <= (65504.0 if case.dtype == "float16" else 3.4e38):
