@@ -154,17 +154,33 @@ def microbatches(
 
 
 def holds_samples(micro: Microbatch, num: int, *, is_fetched: bool) -> bool:
-    """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them.
+    """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them, or others.
 
     Then they are those of a table, such as a running mean, and not samples. ``is_fetched``: a loader gave the batch.
     """
     if not isinstance(micro.loss_fn, TapedRun) or is_fetched:
         return True
     calls = [row.call for row in micro.loss_fn.rows if row is not None and row.call is not None]
-    given = [tensor for call in calls for tensor in tensors((call.args, dict(call.kwargs)))]
+    given = [tensor.shape[0] for call in calls for tensor in tensors((call.args, dict(call.kwargs))) if tensor.ndim]
     if given:
-        return any(tensor.ndim and tensor.shape[0] % num == 0 for tensor in given)
+        is_part = any(length % num == 0 for length in given) and _gives_modules(micro.loss_fn, num)
+        return num in given or is_part  # or several views of each sample
     return sum(tensor.shape[:1] == (num,) for tensor in tensors(micro.batch)) > 1
+
+
+def _gives_modules(run: TapedRun, num: int) -> bool:
+    """Whether what modules are given is made of a tensor with so many rows, that the step has from outside."""
+    rows = {number: row for number, row in run.numbered if row is not None}
+    todo = [token for row in rows.values() if row.call is not None for token in row.tokens]
+    seen: set[int] = set()
+    while todo:
+        token = todo.pop()
+        if isinstance(token, Outside) and token.tensor.shape[:1] == (num,):
+            return True
+        if isinstance(token, Made) and token.number not in seen:
+            seen.add(token.number)
+            todo += rows[token.number].tokens if token.number in rows else ()
+    return False
 
 
 def repeatable(
