@@ -297,6 +297,25 @@ def test_the_target_that_cannot_be_aligned_is_named_although_targets_are_joined(
     assert (found.cause, found.samples, found.dataset_indices) == ("ctc_inf", (0,), (4,))
 
 
+def test_the_numbers_of_a_list_are_no_samples() -> None:
+    """Four classes, and a batch of a multiple of four that the program draws itself."""
+    torch.manual_seed(0)
+    with nanguard.install() as autopilot:
+        model = nn.Linear(8, 4)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            target = torch.softmax(torch.randn(16, 4), -1)
+            if step == 2:
+                target[5] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+            predicted = model(torch.randn(16, 8)).softmax(-1)
+            optimizer.zero_grad()
+            (target * (target / predicted).log()).sum(-1).mean().backward()  # p * log p
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, *place(found)) == ("log_of_zero", "log", line("p * log p"))
+    assert (found.samples, found.element) == ((), (5, 1))
+
+
 # ---- which cause -----------------------------------------------------------------------------------------------------
 
 
@@ -334,25 +353,6 @@ class Positions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.words(x) + self.positions(x)
         return out
-
-
-def test_the_numbers_of_a_list_are_no_samples() -> None:
-    """Four classes, and a batch of a multiple of four that the program draws itself."""
-    torch.manual_seed(0)
-    with nanguard.install() as autopilot:
-        model = nn.Linear(8, 4)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            target = torch.softmax(torch.randn(16, 4), -1)
-            if step == 2:
-                target[5] = torch.tensor([1.0, 0.0, 0.0, 0.0])
-            predicted = model(torch.randn(16, 8)).softmax(-1)
-            optimizer.zero_grad()
-            (target * (target / predicted).log()).sum(-1).mean().backward()  # p * log p
-            optimizer.step()
-    (found,) = found_in(autopilot)
-    assert (found.cause, *place(found)) == ("log_of_zero", "log", line("p * log p"))
-    assert (found.samples, found.element) == ((), (5, 1))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

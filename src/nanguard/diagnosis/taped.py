@@ -154,7 +154,7 @@ def microbatches(
 
 
 def holds_samples(micro: Microbatch, num: int, *, is_fetched: bool) -> bool:
-    """False if a taped step has so many rows in one tensor alone, or if it gives the model only some of them, or others.
+    """False if a taped step has so many rows in one tensor alone, or if it does not give them all to the model.
 
     Then they are those of a table, such as a running mean, and not samples. ``is_fetched``: a loader gave the batch.
     """
