@@ -998,6 +998,12 @@ def a_signal_over_its_noise(h):
     return ((h * 0 + 2) / quiet.std()).sum()  # guilty
 
 
+@program("exp_overflow", "sum", "the sum of exponentials up to 3.")
+def a_logsumexp_by_hand(h):
+    scores = h * 0 + 88.7
+    return torch.log(torch.exp(scores).sum())  # guilty
+
+
 @program("zero_over_zero", "div", "0 / 0: the denominator is a sum of zeros, such as a mask that leaves nothing")
 def a_mean_by_hand_over_nothing(h):
     keep = h > 9

@@ -173,6 +173,10 @@ def _divides_by_zero(case: Case) -> bool:
 
 
 def exp(case: Case) -> Found:
+    source = case.evidence.source("self")
+    if case.op == "sum" and case.is_birth and isinstance(source, Note) and source.op == "exp":
+        words = f"the sum of exponentials up to {number(source.look.high)} exceeds {case.dtype}"
+        return None if case.evidence.finite_in else ("exp_overflow", words)
     if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
         return None
     top = _argument(case)
