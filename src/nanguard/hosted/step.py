@@ -327,7 +327,7 @@ class HostedStep(ScaledSteps):
         if not in_backward:
             if self.was_applied:
                 self.engine.mode.before()  # as ``open`` does: an earlier step may have to be answered
-                self.sound.look()
+                self.sound.look(is_noted=self in this.noted)
             if self.sound.is_on:  # the next step is opened once something unusual happens
                 self.has_called = False
             else:
