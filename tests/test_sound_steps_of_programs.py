@@ -15,7 +15,6 @@ from helpers import NAN, differences, everything, make_batches, poisoned
 
 BAD, STEPS, LATER = 9, 12, 6
 BATCHES = make_batches(STEPS)
-SYNCS = pytest.mark.parametrize("sync", ["eager", "late"])
 
 
 class Net(nn.Module):
@@ -42,14 +41,17 @@ def optimizer_of(model: nn.Module, sync: str = "eager") -> Optimizer:
     return AdamW(model.parameters(), lr=0.01, fused=True if sync == "late" else None)
 
 
-@SYNCS
-def test_what_is_written_to_a_buffer_through_data_between_two_steps_outlives_a_bad_step(sync: Any) -> None:
+@pytest.mark.parametrize(("sync", "when", "max_norm"), [("eager", LATER, None), ("eager", BAD, 1), ("late", BAD, None)])
+def test_what_is_written_to_a_buffer_through_data_between_two_steps_outlives_a_bad_step(
+    sync: Any, when: int, max_norm: float | None
+) -> None:
+    """With ``max_norm`` all steps are made the usual way."""
     torch.manual_seed(0)
     model = Net()
-    with nanguard.install(sync=sync) as autopilot:
+    with nanguard.install(sync=sync, max_norm=max_norm) as autopilot:
         optimizer = optimizer_of(model, sync)
         for number, (x, y) in enumerate(poisoned(BATCHES, BAD)):
-            if number == LATER:
+            if number == when:
                 model.mask.data.mul_(0.5)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -216,7 +216,8 @@ class HostedStep(ScaledSteps):
         if parts.last_forward.is_on:
             parts.last_forward.mend_in_any_case_()
         self.engine.between_steps()
-        self.engine.mode.note(pending, are_buffers_noted=has_buffers and not has_called and parts.buffers.is_noted())
+        is_noted = has_buffers and not has_called and parts.buffers.is_up_to_date()
+        self.engine.mode.note(pending, are_buffers_noted=is_noted)
         if has_buffers:
             parts.last_forward.begin_(parts.buffers)
 

@@ -61,6 +61,10 @@ class Undo:
             return False
         return all(bank.is_noted() for bank in self._banks)
 
+    def is_up_to_date(self) -> bool:
+        """Whether ``note_`` need not be called again, as far as that is known without a sync: on a CPU values count."""
+        return self.are_as_noted() if self._device.type == "cpu" else self.is_noted()
+
     @property
     def has_statistics(self) -> bool:
         """Whether there are running statistics, as of BatchNorm, which change at nearly every step."""
