@@ -157,6 +157,23 @@ def test_buffers_of_a_module_whose_methods_are_called_are_put_back_as_well(evalu
     assert [incident.reading.step for incident in autopilot.incidents] == [BAD]
 
 
+@pytest.mark.parametrize("bad", [LATER, BAD])
+def test_of_a_module_that_is_called_in_some_steps_only_no_buffer_becomes_nan(bad: int) -> None:
+    """``forward()`` itself is called in each third step. In the first of them, ``LATER``, buffers are not noted yet."""
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(6)
+    with nanguard.install() as autopilot:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for number, (x, _) in enumerate(poisoned(BATCHES, bad)):
+            optimizer.zero_grad()
+            out = model.forward(x) if number >= LATER and number % 3 == 0 else model(x)
+            out.square().mean().backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert (incident.reading.step, incident.outcome.action.response) == (bad, "skip"), "nothing has to be rolled back"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
 class Failing:
     """Makes ``step()`` of an optimizer raise, once it has changed the weights. Ctrl-C does the same."""
 

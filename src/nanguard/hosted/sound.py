@@ -126,6 +126,12 @@ class AskedSteps(SoundSteps):
         super().__init__(hosted, is_allowed=is_allowed)
         self._num_params = sum(len(group["params"]) for group in self._optimizer.param_groups)
 
+    def end(self) -> bool:
+        """What steps have made non-finite without calling a module, which would have noted buffers, is put back."""
+        if self.is_on and not self._are_noted:
+            self._parts.buffers.mend_()
+        return super().end()
+
     def before_forward(self, *, is_first: bool) -> bool:
         """Buffers are noted at each step, also those that seem to be constant: torch does not count all writes."""
         parts = self._parts
@@ -144,7 +150,12 @@ class AskedSteps(SoundSteps):
 
     def has_sound_buffers(self) -> bool:
         buffers = self._parts.buffers
-        return not buffers.is_used or (self._are_noted and buffers.are_sound())
+        if not buffers.is_used:
+            return True
+        if not self._are_noted:
+            self._is_allowed = False  # the program calls its module in some steps only
+            return False
+        return buffers.are_sound()
 
     def _can_follow_buffers(self) -> bool:
         return True
