@@ -23,8 +23,11 @@ import nanguard
 from helpers import INF, NAN, differences, everything, make_batches
 from nanguard.hosted.sound import AskedSteps, LateSteps, SoundSteps
 
-STEPS, SLICE, CAMPAIGN = 16, 8, 120
-SEEDS = [pytest.param(n, marks=[pytest.mark.campaign] if n >= SLICE else ()) for n in range(CAMPAIGN)]
+STEPS = 16
+SLICE = {0, 10, 21, 40, 41, 51, 62, 90}
+"""Most of these have found something once."""
+
+SEEDS = [pytest.param(n, marks=() if n in SLICE else [pytest.mark.campaign]) for n in range(120)]
 
 
 class Net(nn.Module):
