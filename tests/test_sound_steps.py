@@ -446,7 +446,7 @@ def test_sound_steps_never_wait_for_the_gpu(make: Any) -> None:
         torch.manual_seed(0)
         model = make().to("cuda")
         optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
-        batches = [(x.to("cuda"), y.to("cuda")) for x, y in make_batches(30)]
+        batches = [(x.to("cuda"), y.to("cuda")) for x, y in make_batches(50)]
         try:
             for number, (x, y) in enumerate(batches):
                 torch.cuda.set_sync_debug_mode("error" if number >= 10 else "default")
@@ -464,4 +464,4 @@ def test_sound_steps_never_wait_for_the_gpu(make: Any) -> None:
     with nanguard.install() as autopilot:
         guarded = trained(guarded=True)
     assert differences(plain, guarded) == []
-    assert autopilot.counts["applied"] == 30
+    assert autopilot.counts["applied"] == 50

@@ -180,7 +180,7 @@ def test_what_was_noted_need_not_be_noted_again_until_something_is_written() -> 
     undo.watch_buffers(model)
     undo.note_()
     assert undo.is_noted()
-    assert undo.are_finite()
+    assert undo.are_sound()
     model(torch.randn(4, 2))
     assert not undo.is_noted(), "a forward pass of BatchNorm shows, though torch does not count all that it writes"
     undo.note_()
@@ -189,4 +189,4 @@ def test_what_was_noted_need_not_be_noted_again_until_something_is_written() -> 
     model[1].running_mean = torch.zeros(2)
     assert not undo.is_noted(), "a tensor was replaced"
     model[1].running_mean[0] = NAN
-    assert not undo.are_finite()
+    assert not undo.are_sound()

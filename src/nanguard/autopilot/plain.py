@@ -109,7 +109,7 @@ class PlainSteps:
             raise
         except BaseException as error:
             if in_program:
-                hosted.sound.raised(error)
+                coordinator.sound_step_raised(hosted, error)
             if in_program or not isinstance(error, Exception):
                 raise
             self._monitor.leave_to_program(hosted)

@@ -188,6 +188,11 @@ class StepCoordinator:
             return None
         return hosted.sound.measure(this)
 
+    def sound_step_raised(self, hosted: HostedStep, error: BaseException) -> None:
+        """The program's own ``step()`` has raised after ``measure_if_sound``. What comes next is another iteration."""
+        self.iteration.stepped.append(hosted)
+        hosted.sound.raised(error)
+
     def step_in_backward(
         self, hosted: HostedStep, this: Iteration, call: ProgramCall, *, check_afterwards: bool = False
     ) -> Any:

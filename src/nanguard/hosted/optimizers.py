@@ -49,6 +49,8 @@ class ProgramCall:
 class ProgramOptimizers(SkippableOptimizers):
     """For one call of ``step()`` at a time. The program clears its gradients itself."""
 
+    are_programs = True
+
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([optimizer])
         self._call = ProgramCall(None)

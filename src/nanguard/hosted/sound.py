@@ -18,6 +18,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from nanguard import _compat
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from nanguard.hosted.step import HostedStep
 
 
+_COMPARES_EVERY = 32
+"""So many steps lie between two comparisons of buffers that seem to be constant, if the host learns of a step late."""
+
+
 class SoundSteps(ABC):
     """Of one optimizer. ``is_allowed`` is False if the host does more between its steps than we know of."""
 
@@ -46,14 +51,12 @@ class SoundSteps(ABC):
         state, policy = self._parts.state, self._parts.policy
         is_ours = state.schedule.is_ours or state.ema is not None or policy.answers_divergence is not None
         self._is_allowed = is_allowed and not (is_ours or traits_of(self._optimizer).needs_closure)
-        self._differ: PendingCopy | None = None
-        self._are_constant = True
         self._are_noted = False
         self.is_on = False
         """Whether the next step may be made here. Then no step is open."""
 
-    def look(self) -> None:
-        """After a step that was made the usual way."""
+    def look(self, *, is_noted: bool) -> None:
+        """After a step that was made the usual way. ``is_noted``: a module was called to train, which notes buffers."""
         parts, recovery = self._parts, self._recovery
         observers = parts.journal.observers
         self.is_on = (
@@ -64,7 +67,7 @@ class SoundSteps(ABC):
             and not (observers.measuring or observers.opening)
             and recovery.examinations.live.is_idle
             and not parts.update_checks.are_due(parts.num_steps)
-            and self._can_follow_buffers()
+            and (not parts.buffers.is_used or (is_noted and self._can_follow_buffers()))
             and self._can_measure()
         )
 
@@ -73,54 +76,17 @@ class SoundSteps(ABC):
         is_noted, self._are_noted, self.is_on = self._are_noted, False, False
         return is_noted
 
+    @abstractmethod
     def before_forward(self, *, is_first: bool) -> bool:
         """Before a module is called: notes buffers, if necessary. False if it has to be done the usual way."""
-        parts = self._parts
-        if not parts.buffers.is_used:
-            return True
-        if self._are_constant:
-            is_noted = parts.buffers.is_noted()
-            self._are_noted = self._are_noted or is_noted
-            return is_noted
-        if not is_first:
-            return False
-        if parts.last_forward.is_on:
-            parts.last_forward.mend_in_any_case_()
-        parts.buffers.note_()
-        parts.last_forward.begin_(parts.buffers)
-        self._are_noted = True
-        return True
 
+    @abstractmethod
     def has_sound_buffers(self) -> bool:
-        """After the last backward pass: whether buffers are finite, or are what they were. Syncs if they are not."""
-        buffers = self._parts.buffers
-        if not buffers.is_used:
-            return True
-        return buffers.is_noted() if self._are_constant else self._are_noted and buffers.are_finite()
+        """After the last backward pass: whether buffers are finite, or are what they were."""
 
+    @abstractmethod
     def _can_follow_buffers(self) -> bool:
-        """Whether there are no buffers, or they are constant."""
-        self._are_noted = False
-        self._are_constant = self._look_at_buffers()
-        return self._are_constant
-
-    def _look_at_buffers(self) -> bool:
-        """Whether the steps write to no buffer, as far as is known: masks and tables. They are noted then.
-
-        Torch does not count all writes, so the values are compared once. On a GPU the answer arrives some steps later.
-        """
-        buffers = self._parts.buffers
-        if not buffers.is_used:
-            return True
-        if isinstance(buffers, SharedBuffers) or buffers.has_statistics or not buffers.is_noted():
-            self._differ = None
-            return False
-        if self._differ is None:
-            self._differ = AsyncReadback(self._parts.state.device).post(buffers.differ())
-        if not self._differ.has_arrived():
-            return False
-        (differs,), self._differ = self._differ.read(), None
-        return not differs
+        """Whether there are only buffers that ``before_forward`` is made for."""
 
     @abstractmethod
     def _can_measure(self) -> bool:
@@ -140,7 +106,8 @@ class SoundSteps(ABC):
 
     def raised(self, error: BaseException) -> None:
         """The program's own ``step()`` has raised. It counts as a step."""
-        self.is_on = False
+        self.is_on = self._are_noted = False
+        self._parts.last_forward.forget()
         self._parts.num_steps += 1
         self._engine.raised(error)
 
@@ -160,9 +127,38 @@ class AskedSteps(SoundSteps):
         super().__init__(hosted, is_allowed=is_allowed)
         self._num_params = sum(len(group["params"]) for group in self._optimizer.param_groups)
 
+    def end(self) -> bool:
+        """What steps have made non-finite without calling a module, which would have noted buffers, is put back."""
+        if self.is_on and not self._are_noted:
+            self._parts.buffers.mend_()
+        return super().end()
+
+    def before_forward(self, *, is_first: bool) -> bool:
+        """Buffers are noted at each step, also those that seem to be constant: torch does not count all writes."""
+        parts = self._parts
+        buffers, last_forward = parts.buffers, parts.last_forward
+        if not buffers.is_used:
+            return True
+        if is_first:
+            if last_forward.is_on:
+                last_forward.mend_in_any_case_()
+            buffers.note_()
+            self._are_noted = True
+        elif not (self._are_noted and buffers.are_as_noted()):
+            return False
+        last_forward.begin_(buffers)
+        return True
+
+    def has_sound_buffers(self) -> bool:
+        buffers = self._parts.buffers
+        if not buffers.is_used:
+            return True
+        if not self._are_noted:
+            self._is_allowed = False  # the program calls its module in some steps only
+            return False
+        return buffers.are_sound()
+
     def _can_follow_buffers(self) -> bool:
-        """In any case: they are noted before each step, as they are the usual way."""
-        super()._can_follow_buffers()
         return True
 
     def _can_measure(self) -> bool:
@@ -211,6 +207,58 @@ class LateSteps(SoundSteps):
         self._mode, self._is_ordinary, self._may_be_read = mode, False, True
         self._values = self._parts.measurement.filled
         self._known_layout = NormsAndLoss([], [])
+        self._readbacks = AsyncReadback(self._parts.state.device)
+        self._differ: PendingCopy | None = None
+
+    def end(self) -> bool:
+        """Buffers that torch has counted no write to are noted anew: the program may write to them by other means."""
+        return super().end() and not self._parts.buffers.is_noted()
+
+    def before_forward(self, *, is_first: bool) -> bool:
+        parts = self._parts
+        if not parts.buffers.is_used:
+            return True
+        if parts.buffers.is_noted():
+            self._are_noted = True
+            return True
+        if self._are_noted:  # the last pass of this step has written to them
+            parts.last_forward.begin_(parts.buffers)
+        return False
+
+    def has_sound_buffers(self) -> bool:
+        return not self._parts.buffers.is_used or self._parts.buffers.is_noted()
+
+    def _can_follow_buffers(self) -> bool:
+        """Whether the steps write to no buffer, as far as is known: masks and tables. They are noted then.
+
+        Torch does not count all writes, so the values are compared. On a GPU the answer arrives some steps later.
+        After a step that was skipped nothing is known: buffers were put back.
+        """
+        buffers, was_lost = self._parts.buffers, self._mode.is_settled
+        if was_lost or isinstance(buffers, SharedBuffers) or buffers.has_statistics or not buffers.is_noted():
+            self._differ = None
+            return False
+        if self._differ is None:
+            self._compare_buffers()
+        return bool(self._are_constant())
+
+    def _compare_buffers(self) -> None:
+        """With the values that they were noted with. If the device has skipped the step, they count as different."""
+        differ = torch.maximum(self._parts.buffers.differ(), self._mode.latch)
+        self._differ = self._readbacks.post(differ)
+
+    def _are_constant(self) -> bool | None:
+        """What the last comparison has shown; None if the device has not told of it yet."""
+        if self._differ is None or not self._differ.has_arrived():
+            return None
+        (differs,), self._differ = self._differ.read(), None
+        return not differs
+
+    def _have_begun_to_change(self, step: int) -> bool:
+        """Whether steps write to buffers after all, in a way that torch does not count. Looks only now and then."""
+        if self._differ is None and step % _COMPARES_EVERY == 0:
+            self._compare_buffers()
+        return self._are_constant() is False
 
     def _can_measure(self) -> bool:
         measurement, device = self._parts.measurement, self._parts.state.device
@@ -293,3 +341,11 @@ class LateSteps(SoundSteps):
             parts.journal.add_sound(sound)
             if ring is not None and ring.candidate is not None:
                 ring.heard(sound[0])
+        if parts.buffers.is_used:
+            self._are_noted = False
+            if self._have_begun_to_change(measured.step):
+                self.is_on = False
+
+    def raised(self, error: BaseException) -> None:
+        self._mode.take_back_latch()
+        super().raised(error)

@@ -216,7 +216,8 @@ class HostedStep(ScaledSteps):
         if parts.last_forward.is_on:
             parts.last_forward.mend_in_any_case_()
         self.engine.between_steps()
-        self.engine.mode.note(pending, are_buffers_noted=has_buffers and not has_called and parts.buffers.is_noted())
+        is_noted = has_buffers and not has_called and parts.buffers.is_up_to_date()
+        self.engine.mode.note(pending, are_buffers_noted=is_noted)
         if has_buffers:
             parts.last_forward.begin_(parts.buffers)
 
@@ -327,7 +328,7 @@ class HostedStep(ScaledSteps):
         if not in_backward:
             if self.was_applied:
                 self.engine.mode.before()  # as ``open`` does: an earlier step may have to be answered
-                self.sound.look()
+                self.sound.look(is_noted=self in this.noted)
             if self.sound.is_on:  # the next step is opened once something unusual happens
                 self.has_called = False
             else:

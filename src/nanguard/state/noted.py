@@ -119,6 +119,10 @@ class Bank:
         differs: Tensor = ((now != self._saved) & ((now == now) | (self._saved == self._saved))).any()
         return differs
 
+    def is_as_noted(self) -> bool:
+        """Whether the values are what they were when they were noted, and no NaN. Syncs."""
+        return self.unchanged() and torch.equal(_compat_kernels.flatten(self._known), self._saved)
+
     def note_(self, *, are_unchanged: bool = False) -> None:
         """``are_unchanged``: ``unchanged`` has just been asked."""
         if not (are_unchanged or self.unchanged()):

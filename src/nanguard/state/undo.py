@@ -61,6 +61,10 @@ class Undo:
             return False
         return all(bank.is_noted() for bank in self._banks)
 
+    def is_up_to_date(self) -> bool:
+        """Whether ``note_`` need not be called again, as far as that is known without a sync: on a CPU values count."""
+        return self.are_as_noted() if self._device.type == "cpu" else self.is_noted()
+
     @property
     def has_statistics(self) -> bool:
         """Whether there are running statistics, as of BatchNorm, which change at nearly every step."""
@@ -80,14 +84,20 @@ class Undo:
         """
         return self._peaks() if self._slots else ((), [])
 
-    def are_finite(self) -> bool:
-        """Whether all floating-point tensors that may have changed are finite now; False if that is not certain. Syncs.
+    def are_sound(self) -> bool:
+        """Whether each floating-point tensor is finite, or what it was when it was noted, such as a mask with -Inf.
 
-        Quicker than ``peaks`` on a CPU, which has to follow if this is False.
+        False if that is not certain. Syncs. Quicker than ``peaks`` on a CPU, which has to follow if this is False.
         """
         if self._loose or any(slot.was_written_to() for slot in self._large):
             return False
-        return all(bank.is_finite() for bank in self._banks if bank.is_watched)
+        return all(bank.is_finite() or bank.is_as_noted() for bank in self._banks if bank.is_watched)
+
+    def are_as_noted(self) -> bool:
+        """Whether no value is another one than when it was noted. Of large tensors torch has to know. Syncs."""
+        if self._loose or any(slot.was_written_to() for slot in self._large):
+            return False
+        return all(map(Bank.is_as_noted, self._banks))
 
     def undo_where_(self, flag: Tensor) -> None:
         """Puts back what can be put back on the device, if the 0-dim ``flag`` is 1."""

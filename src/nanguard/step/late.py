@@ -114,11 +114,14 @@ class Late:
         try:
             self.protect(pending)
         except BaseException:
-            # No reading of this step will arrive to clear a latch that it has raised.
             self._averages.undo_()
-            self.latch.fill_(float(any(map(self._holds_latch, self._in_flight))))
+            self.take_back_latch()
             raise
         self.post(pending, self._parts.measurement.filled)
+
+    def take_back_latch(self) -> None:
+        """A step has raised: no reading of it will arrive to clear a latch that it has raised. Syncs."""
+        self.latch.fill_(float(any(map(self._holds_latch, self._in_flight))))
 
     def answer(self, pending: PendingStep) -> None:
         """Nothing is put off here: the host learns of a step later anyway."""

@@ -25,6 +25,9 @@ _OF_GUARDS: weakref.WeakSet[SkippableOptimizers] = weakref.WeakSet()
 class SkippableOptimizers:
     """The guarded optimizers."""
 
+    are_programs = False
+    """Whether a program calls ``step()`` itself, and goes on as it likes if that raises."""
+
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self._has_stepped = False

@@ -244,7 +244,7 @@ class StepParts:
         if pending.rerunnable and pending.correction() is not None:
             return None
         loss = (losses[0] if len(losses) == 1 else pending.mean_loss()).item()
-        if not math.isfinite(loss) or (self.buffers.is_used and not self.buffers.are_finite()):
+        if not math.isfinite(loss) or (self.buffers.is_used and not self.buffers.are_sound()):
             return None
         norms = self.param_groups.quick_norms(pending.known_norms)
         if norms is None:
@@ -347,8 +347,11 @@ class StepParts:
         self.end()
 
     def clear(self) -> None:
-        """Leaves nothing of a step that was not finished."""
-        self.buffers.undo_()
+        """Leaves nothing of a step that was not finished, but what belongs to a program that has caught its error."""
+        if self.skippable.are_programs:
+            self.buffers.mend_()
+        else:
+            self.buffers.undo_()
         self.last_forward.forget()
         self.skippable.end_step()
         self.end()
