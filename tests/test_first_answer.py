@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
@@ -593,6 +593,60 @@ def test_the_first_pass_of_a_model_that_is_never_called_itself_may_end_the_progr
     assert "deviation of a single element" in ran.stderr, ran.stderr
     assert "x.var(0)" in ran.stderr
     assert "step 0" in ran.stderr
+
+
+@SYNCS
+@pytest.mark.parametrize(("value", "why"), [(NAN, "holds NaN"), (-1.0, "a second moment can never be negative")])
+def test_a_moment_that_a_checkpoint_has_damaged_is_the_cause(sync: Any, value: float, why: str) -> None:
+    """The weight is non-finite after the first update; no gradient was."""
+    model = nn.Linear(4, 3)
+    saved = Adam(model.parameters(), fused=sync == "late")
+    model(torch.ones(2, 4)).sum().backward()
+    saved.step()
+    state = saved.state_dict()
+    state["state"][0]["exp_avg_sq"][1, 2] = value
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = Adam(model.parameters(), fused=sync == "late")
+        optimizer.load_state_dict(state)
+        for x, y in batches():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.phase) == ("optimizer_state_corrupted", "optimizer")
+    assert "exp_avg_sq of weight holds" in found.because
+    assert why in found.because
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def test_weights_come_of_the_line_that_loads_weights(tmp_path: Path) -> None:
+    """Not of the one after it, which loads the optimizer."""
+    (tmp_path / "train.py").write_text(RESUMED)
+    ran = subprocess.run(
+        [sys.executable, "-m", "nanguard", "run", "train.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert 'net.load_state_dict(saved["net"])' in ran.stderr, ran.stderr
+
+
+RESUMED = """
+import torch
+from torch import nn
+
+net = nn.Linear(2, 2)
+adam = torch.optim.Adam(net.parameters())
+weights = {"weight": torch.full((2, 2), float("nan")), "bias": torch.zeros(2)}
+torch.save({"net": weights, "adam": adam.state_dict()}, "a.pt")
+saved = torch.load("a.pt")
+net.load_state_dict(saved["net"])
+adam.load_state_dict(saved["adam"])
+net(torch.randn(4, 2)).sum().backward()
+adam.step()
+"""
 
 
 FLOW = """
