@@ -31,6 +31,7 @@ from nanguard.diagnosis.examiner import Examiner
 from nanguard.diagnosis.replay import Replay
 from nanguard.records.diagnosis import Diagnosis, Fix, Link, Operand, Source, Stretch, Trial
 from nanguard.records.plain import plain
+from nanguard.step import module_rows
 from optimizers import ALL
 
 LINES = Path(__file__).read_text().splitlines()
@@ -391,8 +392,14 @@ def bad_slope(out: Tensor) -> Tensor:
     return (out * 0).sqrt().sum()  # bad slope
 
 
+@pytest.fixture
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All data are too large to keep copies of them."""
+    monkeypatch.setattr(module_rows, "_LARGEST_COPY", 0)
+
+
 def only_once(loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same loss, of something that is counted in place: it cannot be computed again afterwards."""
+    """The same loss, of something that is counted in place: without copies it cannot be computed again afterwards."""
     count = torch.ones(())
 
     def loss(out: Tensor) -> Tensor:
@@ -409,6 +416,7 @@ COUNTED = (
 )
 
 
+@pytest.mark.usefixtures("without_copies")
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize(
     ("loss_of", "mark", "words"),
@@ -474,6 +482,7 @@ def test_a_method_called_in_a_loop_of_ones_own_is_found() -> None:
     assert (the(guard).cause, the(guard).source.line) == ("log_of_zero", line("encode"))
 
 
+@pytest.mark.usefixtures("without_copies")
 def test_a_fault_that_is_not_located_has_few_steps_traced_and_no_other_search(
     traced_ops: Counter[bool], caplog: pytest.LogCaptureFixture
 ) -> None:

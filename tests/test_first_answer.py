@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
@@ -475,3 +478,193 @@ def test_what_is_computed_before_the_first_batch_is_not_held() -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     assert autopilot.counts["applied"] == 3
+
+
+# ---- what lies behind a zero, and numbers of the program -------------------------------------------------------------
+
+
+@SYNCS
+def test_an_overflow_that_a_division_made_zero_is_the_cause(sync: Any) -> None:
+    """1 / inf is 0, and the logarithm of it is what reaches the loss."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for x, _ in batches():
+            grown = (model(x).square().sum(1) + 100).exp()
+            loss = -torch.log(1 / grown).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.op) == ("exp_overflow", "exp")
+    assert found.source is not None
+    assert found.source.text.startswith("grown =")
+
+
+@SYNCS
+def test_a_zero_of_its_own_is_the_cause_whatever_else_overflowed(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for x, _ in batches():
+            out = model(x)
+            share = 1 / (out.square().sum(1) + 100).exp()
+            loss = -torch.log(out.square().sum(1) * 0).mean() + share.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.op) == ("log_of_zero", "log")
+
+
+@SYNCS
+def test_a_factor_of_the_program_that_is_too_large_is_named(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for x, y in batches():
+            loss = 1e39 * F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert found.cause == "overflow_any_precision"
+    assert "times 1e+39, a number of the program such as a setting, exceeds float32" in found.because
+
+
+@SYNCS
+def test_nodes_of_graphs_are_no_samples(sync: Any) -> None:
+    """Three records of five rows each are put into one tensor: row 7 is not the eighth sample of the batch."""
+    records = [torch.from_numpy(torch.randn(5, 4).numpy()) for _ in range(6)]
+    records[4][2, 1] = NAN
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for nodes in DataLoader(records, batch_size=3, collate_fn=torch.cat):  # type: ignore[arg-type]
+            loss = model(nodes).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert found.because == "nodes holds NaN at [7, 1]"
+    assert (found.samples, found.dataset_indices) == ((), ())
+
+
+class Parts(nn.Module):
+    """Is never called itself: only its layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def loss(self, x: Tensor, limit: Tensor) -> Tensor:
+        assert (limit > 0).any()
+        return (self.layers(x) * limit).square().mean()
+
+
+@SYNCS
+@pytest.mark.parametrize("name", ["x", "limit"])
+def test_data_are_named_in_a_call_of_a_layer_and_in_a_comparison(sync: Any, name: str) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = Parts()
+        optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+        for x, _ in batches():
+            given = {"x": x, "limit": torch.ones(8, 4)}
+            given[name][2, 3] = NAN
+            loss = model.loss(**{key: torch.from_numpy(value.numpy()) for key, value in given.items()})
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert first(autopilot.incidents).because == f"{name} holds NaN at [2, 3]"
+
+
+def test_the_first_pass_of_a_model_that_is_never_called_itself_may_end_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FLOW)
+    ran = subprocess.run(
+        [sys.executable, "-m", "nanguard", "run", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 1
+    assert "deviation of a single element" in ran.stderr, ran.stderr
+    assert "x.var(0)" in ran.stderr
+    assert "step 0" in ran.stderr
+
+
+@SYNCS
+@pytest.mark.parametrize(("value", "why"), [(NAN, "holds NaN"), (-1.0, "a second moment can never be negative")])
+def test_a_moment_that_a_checkpoint_has_damaged_is_the_cause(sync: Any, value: float, why: str) -> None:
+    """The weight is non-finite after the first update; no gradient was."""
+    model = nn.Linear(4, 3)
+    saved = Adam(model.parameters(), fused=sync == "late")
+    model(torch.ones(2, 4)).sum().backward()
+    saved.step()
+    state = saved.state_dict()
+    state["state"][0]["exp_avg_sq"][1, 2] = value
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = Adam(model.parameters(), fused=sync == "late")
+        optimizer.load_state_dict(state)
+        for x, y in batches():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.phase) == ("optimizer_state_corrupted", "optimizer")
+    assert "exp_avg_sq of weight holds" in found.because
+    assert why in found.because
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def test_weights_come_of_the_line_that_loads_weights(tmp_path: Path) -> None:
+    """Not of the one after it, which loads the optimizer."""
+    (tmp_path / "train.py").write_text(RESUMED)
+    ran = subprocess.run(
+        [sys.executable, "-m", "nanguard", "run", "train.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert 'net.load_state_dict(saved["net"])' in ran.stderr, ran.stderr
+
+
+RESUMED = """
+import torch
+from torch import nn
+
+net = nn.Linear(2, 2)
+adam = torch.optim.Adam(net.parameters())
+weights = {"weight": torch.full((2, 2), float("nan")), "bias": torch.zeros(2)}
+torch.save({"net": weights, "adam": adam.state_dict()}, "a.pt")
+saved = torch.load("a.pt")
+net.load_state_dict(saved["net"])
+adam.load_state_dict(saved["adam"])
+net(torch.randn(4, 2)).sum().backward()
+adam.step()
+"""
+
+
+FLOW = """
+import torch
+from torch import nn
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def log_prob(self, x):
+        x = self.layer(x)
+        u = (x - x.mean(0)) / torch.sqrt(x.var(0) + 1e-5)
+        return torch.distributions.Normal(0.0, 1.0).log_prob(u).sum(1)
+
+model = Flow()
+optimizer = torch.optim.Adam(model.parameters())
+(-model.log_prob(torch.randn(1, 2))).mean().backward()
+optimizer.step()
+"""

@@ -112,7 +112,7 @@ def test_a_fault_in_the_very_first_step_of_a_module_without_forward() -> None:
 
 @pytest.mark.parametrize("sync", ["late", "eager"])
 def test_a_buffer_that_a_program_fills_again_and_again(sync: Any) -> None:
-    """What is no longer as it was cannot be used again: what was made of it is data."""
+    """Late, it has been filled again meanwhile: what it held is kept."""
     with nanguard.install(sync=sync) as autopilot:
         model = nn.Linear(6, 2)
         optimizer = AdamW(model.parameters(), fused=True)
@@ -120,14 +120,65 @@ def test_a_buffer_that_a_program_fills_again_and_again(sync: Any) -> None:
         for step in range(STEPS):
             memory[step] = inputs(bad=0 if step == BAD else None, rows=1)[0]
             x = memory[torch.arange(step, step + 1)] * 2  # out of memory
-            loss = (model(x).pow(2)).mean()  # from memory
+            loss = model(x).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     found = only(autopilot.incidents)
-    where = line("from memory" if sync == "late" else "out of memory")  # late, it has been filled again meanwhile
-    assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", where)
+    assert (found.capture, found.cause, at(found)) == ("tape", "input_nonfinite", line("out of memory"))
     assert not any("could not be made again" in note for note in found.notes)
+
+
+class Moves(nn.Module):
+    """Writes to what it is given, as models of particles do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x += 0.5
+        return torch.as_tensor(self.layer(x))
+
+
+@pytest.mark.parametrize("sync", ["late", "eager"])
+@pytest.mark.parametrize("bad", [1, 13])
+def test_a_model_that_writes_to_its_batch(sync: Any, bad: int) -> None:
+    """In the first steps a copy of the batch is kept, and in all steps if one of them shows that it was necessary."""
+    data = torch.randn(64, 6)
+    data[bad * 4 + 2, 3] = NAN
+    records = [torch.from_numpy(row.numpy()) for row in data]
+    with nanguard.install(sync=sync) as autopilot:
+        model = Moves()
+        optimizer = AdamW(model.parameters(), fused=True)
+        for x in DataLoader(records, batch_size=4):  # type: ignore[arg-type]
+            doubled = x.detach() * 2  # first
+            loss = (model(x).pow(2) + doubled).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = only(autopilot.incidents)
+    assert (found.step, found.cause, at(found)) == (bad, "input_nonfinite", line("first"))
+    assert found.dataset_indices == (bad * 4 + 2,)
+    assert "x holds NaN at [2, 3]" in found.because
+
+
+def test_no_copies_are_kept_of_a_batch_that_nothing_writes_to() -> None:
+    """But for the first steps."""
+    kept, data = [], [inputs() for _ in range(12)]
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = Adam(model.parameters())
+        taper = autopilot._monitor.taper
+        for x in data:
+            loss = model(x * 2).sum()
+            kept.append(any(each.kept is not None for each in taper._outside.values()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert kept[0]
+    assert not any(kept[8:])
 
 
 def test_an_evaluation_between_steps_is_not_held() -> None:

@@ -19,7 +19,7 @@ import nanguard
 from helpers import TinyNet, differences, everything, line, make_batches
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.records.diagnosis import Diagnosis
-from nanguard.step import tape_recorder
+from nanguard.step import module_rows, tape_recorder
 from nanguard.step.module_rows import SWEEP_AFTER_CALLS
 from nanguard.step.tape import CallTape, Outside, Row, tokens
 from nanguard.step.tape_recorder import TapeRecorder
@@ -315,7 +315,9 @@ def test_a_program_without_modules(make: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [own_loop, program])
-def test_a_tensor_that_was_changed_since_is_noticed(run: Any) -> None:
+def test_a_tensor_that_was_changed_since_is_noticed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large to keep a copy of it."""
+    monkeypatch.setattr(module_rows, "_LARGEST_COPY", 0)
     target = torch.zeros(4, 3)
 
     def changed(out: Tensor) -> Tensor:

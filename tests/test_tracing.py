@@ -16,8 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import nanguard
 from helpers import TinyNet, differences, everything
 from nanguard.diagnosis import search
+from nanguard.step import module_rows
 
 SWITCHES = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
+
+
+@pytest.fixture(autouse=True)
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All data are too large to keep copies of them: what a program has changed in place cannot be used again."""
+    monkeypatch.setattr(module_rows, "_LARGEST_COPY", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
 from nanguard.hosted.closures import WatchedClosure
 from nanguard.hosted.coordinator import ProgramCoordinator, StepCoordinator
+from nanguard.hosted.given import raised_by_nonfinite
 from nanguard.hosted.iteration import Iteration
 from nanguard.hosted.optimizers import ProgramCall
 from nanguard.hosted.settings import Settings
@@ -367,7 +368,7 @@ class ProgramMonitor(ManualPrograms):
     def end(self, error: BaseException | None) -> None:
         """The program ends now, because of ``error`` if there is one, maybe in the middle of a step that is bad."""
         if not self.is_idle and self.children.is_parent:
-            if self.taper.has_raised:
+            if self.taper.has_raised or raised_by_nonfinite(error, is_in_model=True):
                 self.guard_new_optimizers()
             self._tracer.stop()
             with self._at_work("the last pass could not be examined"), _compat_modes.unwatched():

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
 
+import torch
 from torch import nn
 
 from nanguard.diagnosis.slicing import (
@@ -312,8 +313,21 @@ def _writes(
                 covers = _is_target(target, {name}, called, rows)
                 if covers:
                     yield file, node, node.value, covers
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        elif (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _loads_no_model(program, node.value)
+        ):
             yield from ((file, node, value, covers) for value, covers in _written_by(node.value, aliases, called, rows))
+
+
+def _loads_no_model(program: ProgramSource, call: ast.Call) -> bool:
+    """True for ``optimizer.load_state_dict(...)``, and of a schedule or a scaler: no weights are in these."""
+    if last_name(call.func) != "load_state_dict" or not isinstance(call.func, ast.Attribute):
+        return False
+    name = last_name(call.func.value) or ""
+    if any(word in name.lower() for word in ("optim", "sched", "scaler")):
+        return True
+    made = [node.value for _, node in program.nodes(ast.Assign) if name in stored_names(node)]
+    return any(isinstance(each, ast.Call) and hasattr(torch.optim, last_name(each.func) or "") for each in made)
 
 
 def _written_by(

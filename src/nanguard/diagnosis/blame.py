@@ -31,6 +31,9 @@ _DISCARDS = frozenset(
 )
 _ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "true_divide"))
 _PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
+_ENDS_IN_ZERO = frozenset(("div", "exp", "reciprocal", "rsqrt", "sigmoid", "true_divide"))
+"""Of an infinity."""
+_KEEPS_ZERO = frozenset(("abs", "clone", "mean", "mul", "neg", "pow", "sqrt", "square", "sum", "to_copy"))
 _MOST_LINKS = 12
 
 
@@ -66,10 +69,12 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
         guilty, chain = forerunners[0], (forerunners[0], *chain)
     elif (custom := _custom_backward_behind(guilty, chain)) is not None:
         guilty = custom
+    elif (above_zero := _infinity_behind_zero(trace, guilty)) is not None:
+        guilty, chain = above_zero, (above_zero, *chain)
     return TraceFinding(
         event=guilty,
         chain=chain,
-        harmless=tuple([e for e in harmless if e not in forerunners][:_MOST_LINKS]),
+        harmless=tuple([e for e in harmless if e not in forerunners and e is not guilty][:_MOST_LINKS]),
         discarded=discarded or (guilty.note.phase == "forward" and _was_discarded(trace, guilty, ends)),
     )
 
@@ -80,6 +85,32 @@ def _custom_backward_behind(birth: TraceEvent, chain: Sequence[TraceEvent]) -> T
         return None
     first = next(event for event in chain if event.note.phase != "forward")
     return first if first.kind == "turned" and first.note.is_custom and first.note.in_user_code else None
+
+
+def _infinity_behind_zero(trace: Trace, birth: TraceEvent) -> TraceEvent | None:
+    """The overflow that made the zero of ``log(0)`` or ``x / 0``: 1 / inf and exp(-inf) are 0 again."""
+    if birth.kind != "birth" or birth.note.phase != "forward":
+        return None
+    operands = zip(birth.evidence.operands, birth.evidence.sources, strict=False)
+    sources = [source for operand, source in operands if operand.value == 0 and isinstance(source, Note)]
+    hidden = {id(swallow.note): swallow for swallow in trace.swallowed if swallow.note.op in _ENDS_IN_ZERO}
+    for source in sources:
+        behind = [hidden[id(note)] for note in _made_from(source) if id(note) in hidden]
+        events = [e for swallow in behind for e in ancestors(swallow.events) if e.kind in ("birth", "turned")]
+        if events:
+            return min(events, key=lambda event: event.note.index)
+    return None
+
+
+def _made_from(note: Note) -> list[Note]:
+    """A value, and those that it has its zeros from."""
+    made = [note]
+    while len(made) < _MOST_LINKS and made[-1].op in _KEEPS_ZERO:
+        parent = next((parent for parent in made[-1].parents if isinstance(parent, Note)), None)
+        if parent is None:
+            break
+        made.append(parent)
+    return made
 
 
 def _is_derivative_of(event: TraceEvent, other: TraceEvent) -> bool:

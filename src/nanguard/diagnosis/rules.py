@@ -329,5 +329,16 @@ def overflow(case: Case) -> Found:
         return "overflow_any_precision", f"two masks of finfo.min are added: {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
         words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
-        return "overflow_any_precision", words
+        return "overflow_any_precision", _by_a_number(case, biggest) or words
     return None
+
+
+def _by_a_number(case: Case, biggest: float) -> str:
+    """Words for a factor or exponent of the program that is larger than all values: it is what to look at."""
+    factor = next((o for o in case.evidence.operands if o.name in ("other", "exponent") and not o.dtype), None)
+    if case.op not in ("mul", "pow") or factor is None or factor.value is None or abs(factor.value) <= biggest:
+        return ""
+    what = "to the power of" if case.op == "pow" else "times"
+    value = case.evidence.operand("self")
+    of = number(value_of(value)) if value_of(value) is not None else f"{biggest:.3g}"
+    return f"{of} {what} {factor.value:.3g}, a number of the program such as a setting, exceeds {case.dtype}"

@@ -76,8 +76,11 @@ class TapedRun:
                 generator = torch.Generator(token.device)
                 generator.set_state(token.state)
                 return generator
-            key = self._keys.get(id(token.tensor))
-            value = token.tensor if key is None else batch[key]
+            held = token.value
+            key = self._keys.get(id(held))
+            value = held if key is None else batch[key]
+            if held is token.kept:  # the calls write to it
+                return cut.setdefault(id(token), value.clone())
             return value if value.is_leaf else cut.setdefault(id(value), cut_off(value))
 
         for number, row in self.numbered:
@@ -236,7 +239,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
             for token, part in zip(inside, names_of_parts(name, paths), strict=True):
                 is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
                 if is_from_outside and not isinstance(token.tensor, nn.Parameter):
-                    yield token.tensor, part
+                    yield token.value, part
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:
@@ -251,7 +254,7 @@ def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int])
             where = f"{row.name}{_at(row)}"
             if isinstance(token, Unseen):
                 return f"{where} was given a tensor from code that torch cannot see, or from an earlier step"
-            if isinstance(token, Outside) and id(token.tensor) not in trained and changed(token):
+            if isinstance(token, Outside) and id(token.tensor) not in trained and changed(token) and token.kept is None:
                 return f"{where} was given a tensor that has been changed in place since"
             if is_late and isinstance(token, Outside) and not look(token.tensor).is_finite:
                 return f"{where} was given a non-finite tensor, maybe from torch.func, which cannot be seen"

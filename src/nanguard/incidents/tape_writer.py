@@ -125,7 +125,7 @@ class _TapeWriter:
             held = self._tape.trained.get((value.number, value.place))
             return Tagged("$made", [value.number, value.place]) if held is None else self._tensor(held)
         if isinstance(value, Outside):
-            return self._tensor(value.tensor)
+            return self._tensor(value.value)
         if isinstance(value, Unseen):
             raise ValueError("was given a tensor that no call on the tape made")
         if isinstance(value, Drawn):

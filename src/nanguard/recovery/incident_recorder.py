@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nanguard.diagnosis import authorship
@@ -20,6 +20,7 @@ from nanguard.records.steps import Outcome, Reading
 from nanguard.records.words import listed
 from nanguard.run_folder import as_seen
 from nanguard.source.frames import user_files
+from nanguard.state.optimizer_state import impossible
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.snapshots.ring import SnapshotRing
 from nanguard.step.parts import StepParts
@@ -111,8 +112,11 @@ class IncidentRecorder:
         elif (absurd := absurd_rate(rates)) is not None:
             cause = "learning_rate_too_high"
             because = f"{names} became non-finite after step {last:,}, which had a learning rate of {absurd:g}"
+        elif why := self._impossible_state(reading.damaged):
+            cause, because = "optimizer_state_corrupted", f"{names} became non-finite after step {last:,}, since {why}"
         damaged = replace(
             diagnosis,
+            phase="optimizer" if cause == "optimizer_state_corrupted" else diagnosis.phase,
             cause=cause,
             source=lines[0] if is_by_program and len(lines) == 1 else None,
             is_line_traced=False,
@@ -124,6 +128,16 @@ class IncidentRecorder:
             confidence="guess" if rate is None else "likely",
         )
         return with_remedy(damaged)
+
+    def _impossible_state(self, names: Sequence[str]) -> str:
+        """What the optimizer's state of these parameters cannot have come to by itself. A checkpoint may hold it."""
+        for optimizer in self._parts.skippable.optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                name = self._parts.state.name_of(param)
+                key, why = impossible(optimizer.state.get(param, {})) if f"model.{name}" in names else ("", "")
+                if why:
+                    return f"{key} of {name} {why}"
+        return ""
 
     def _lines_that_write(self, pending: PendingStep) -> list[Source]:
         """Of the program, to tensors: some of them may be weights. Found by reading it."""

@@ -24,7 +24,17 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     except SyntaxError:
         return []
     nodes = _arguments(node, num, is_method=is_method)
+    if len(nodes) != num and (name := _only_argument(node)):  # layer(x), which calls linear(x, weight, bias)
+        return [name, *[""] * (num - 1)]
     return [_short(each) for each in nodes] if len(nodes) == num else []
+
+
+def _only_argument(node: ast.expr | None) -> str:
+    """The variable that a function is given and nothing else, such as ``x`` of ``self.layer(x)``."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+        return ""
+    is_builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
+    return "" if is_builtin else node.args[0].id
 
 
 def _short(node: ast.expr) -> str:
@@ -75,6 +85,8 @@ def _name_at(path: str, entries: Sequence[ast.expr]) -> str:
 def _arguments(node: ast.expr | None, num: int, *, is_method: bool) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
+    if isinstance(node, ast.Compare) and len(node.comparators) == 1:
+        return [node.left, node.comparators[0]]
     if isinstance(node, ast.UnaryOp):
         return [node.operand]
     if isinstance(node, ast.Subscript):

@@ -219,11 +219,14 @@ def _readable(shape: torch.Size, values: Tensor) -> tuple[Any, ...]:
 def num_samples_of(batch: Any, fetched: Sequence[FetchedBatch]) -> int | None:
     """How many samples a batch holds. Tensors that a loader gave count alone: others may be tables of the program.
 
-    If it gave none of these, but others for the same step, they have to be as many as those.
+    If it gave none of these, but others for the same step, they have to be as many as those. More rows than samples
+    that were fetched are parts of samples, such as the nodes of graphs that were put into one.
     """
     given = [t for t in tensors(batch) if any(each.shares_memory({_compat.storage_key(t)}) for each in fetched)]
     num = num_samples(given or batch)
     fetches = [len(each.given) for each in fetched if isinstance(each.given, (list, tuple, Tensor))]
+    if given and fetches and num is not None:
+        return num if num <= max(fetches) else None
     return num if given or not fetches or num in fetches else None
 
 

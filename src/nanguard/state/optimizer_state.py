@@ -6,9 +6,10 @@ Every node is a dict with one key, the kind of the node, so that the tree can be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Node = dict[str, Any]
@@ -65,3 +66,23 @@ def filled(node: Node, leaf: Callable[[str, str], Tensor], now: Any = None) -> A
     if kind == "list":
         return children
     return type(now)(*children) if isinstance(now, tuple) and hasattr(now, "_fields") else tuple(children)
+
+
+def impossible(state: Mapping[str, Any]) -> tuple[str, str]:
+    """What finite gradients cannot have made of the state of one parameter, and why; empty if nothing. Syncs.
+
+    If all moments are NaN, weights that were damaged before may have made them so, by a weight decay.
+    """
+    moments = {key: each for key, each in state.items() if isinstance(each, Tensor) and _is_moment(each)}
+    for key, moment in moments.items():
+        if key in _SQUARES and bool((moment < 0).any()):
+            return key, f"holds {float(moment[moment < 0].min()):.3g}: a second moment can never be negative"
+    damaged = [key for key, moment in moments.items() if bool(moment.isnan().any())]
+    return (damaged[0], "holds NaN") if 0 < len(damaged) < len(moments) else ("", "")
+
+
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+
+
+def _is_moment(tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta

@@ -124,7 +124,7 @@ class DiscardedPasses:
         ``is_suspect``: what raised was looking at something non-finite.
         """
         has_raised = pending.tape is not None and pending.tape.raised is not None
-        if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised):
+        if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised or is_suspect):
             return
         if error is None and calls and all(call.is_evaluation for call in calls):
             return  # an evaluation ends without a step

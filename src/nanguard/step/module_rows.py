@@ -14,10 +14,13 @@ from nanguard.state.trees import PLAIN, mapped
 from nanguard.step.calls import Call
 from nanguard.step.older_tapes import OlderRows
 from nanguard.step.switched_mode import SwitchedMode
-from nanguard.step.tape import CallTape, Made, Outside, Unseen
+from nanguard.step.tape import CallTape, Made, Outside, Unseen, changed, is_readable
 
 SWEEP_AFTER_CALLS = 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
+
+_WATCHED_STEPS = 8
+_LARGEST_COPY = 1 << 22
 
 _NOTHING: dict[str, Any] = {}
 _is_grad_enabled, _is_transformed = torch.is_grad_enabled, _compat_modes.is_transformed
@@ -34,7 +37,8 @@ class ModuleRows(SwitchedMode):
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
         self._older: OlderRows | None = None
         self._outside: dict[int, Outside] = {}
-        self._num_calls = 0
+        self._num_calls = self._num_watched = 0
+        self._keeps, self._writes_to_data = True, False
 
     @abstractmethod
     def _new_token(self, tensor: Tensor) -> Any:
@@ -72,8 +76,16 @@ class ModuleRows(SwitchedMode):
     def _from_outside(self, tensor: Tensor) -> Outside:
         known, version = self._outside.get(id(tensor)), _compat.version(tensor)
         if known is None or known.version != version:
-            known = self._outside[id(tensor)] = Outside(tensor, version)
+            kept = _copy_of_data(tensor) if self._keeps else None
+            known = self._outside[id(tensor)] = Outside(tensor, version, kept)
         return known
+
+    def _learn(self) -> None:
+        """The step is over: whether the model writes to its data. Copies are kept in the first steps, or if it does."""
+        if self._keeps and self._outside:
+            self._num_watched += 1
+            self._writes_to_data |= any(each.kept is not None and changed(each) for each in self._outside.values())
+            self._keeps = self._writes_to_data or self._num_watched < _WATCHED_STEPS
 
     def _token_for_module(self, tensor: Tensor) -> Any:
         """What was made unseen is held by the record of the call anyway."""
@@ -97,3 +109,13 @@ class ModuleRows(SwitchedMode):
         if kind is dict:
             return {key: self._noted_for_module(child) for key, child in tree.items()}
         return mapped(tree, lambda leaf: self._token_for_module(leaf) if isinstance(leaf, Tensor) else None)
+
+
+def _copy_of_data(tensor: Tensor) -> Tensor | None:
+    """Of what a model may write to, as in ``x += self.layer(x)``, although the tensor is that of the batch."""
+    if tensor.requires_grad or tensor.numel() > _LARGEST_COPY or tensor.is_inference():
+        return None
+    if not is_readable(tensor) or _compat_modes.is_capturing():
+        return None
+    with _compat_modes.unwatched():
+        return tensor.clone()

@@ -55,12 +55,17 @@ class Made:
 
 
 class Outside:
-    """A tensor that no row made, and how often it had been written to by then."""
+    """A tensor that no row made, and how often it had been written to by then. ``kept`` is a copy, or None."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("kept", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int | None) -> None:
-        self.tensor, self.version = tensor, version
+    def __init__(self, tensor: Tensor, version: int | None, kept: Tensor | None = None) -> None:
+        self.tensor, self.version, self.kept = tensor, version, kept
+
+    @property
+    def value(self) -> Tensor:
+        """What it held by then: the copy, if it has been written to since."""
+        return self.tensor if self.kept is None or not changed(self) else self.kept
 
 
 class Unseen:

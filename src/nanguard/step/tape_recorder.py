@@ -114,6 +114,7 @@ class TapeRecorder(ModuleRows):
         if not (is_refused and self._was_refused):
             self._first = self._older = None
         self._was_refused = is_refused
+        self._learn()
         if self.tape is not None and (keeps_older or (is_refused and self._first is None)):
             self._first, self._older = follow(self._first, self.tape.rows, self._marks)
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
@@ -132,6 +133,7 @@ class TapeRecorder(ModuleRows):
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""
         self.stop()
+        self._learn()
         self.tape, self._rows, self._marks, self._outside, self._first, self._older = None, {}, {}, {}, None, None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
