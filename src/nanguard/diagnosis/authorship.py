@@ -28,6 +28,9 @@ from nanguard.step.tape import CallTape
 
 _WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
 
+_NO_MODULES = ("optim", "sched", "scaler")
+"""Words in the names of what is no module, but loads a state as well."""
+
 _LARGE = 3
 """The risk of a line that initialises with a very large number."""
 
@@ -71,6 +74,8 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             found.append((origin.risk, 0, origin))
     if all(risk == 0 for risk, _, _ in found):
         for file, statement, written, covers in _writes(program, name, called, rows):
+            if _is_harmless(written):
+                continue
             origin = Origin(_LARGE if _has_large_number(statement) else -1, source_of_node(file, statement))
             if written is not None:
                 origin = program.origin(file, statement, written)
@@ -78,6 +83,12 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
     if not found:
         found = [(origin.risk, 0, origin) for origin in _of_tables(program, called) if origin.risk > 1]
     return max(reversed(found), key=lambda each: each[:2])[2].source if found else None  # the last one overwrites
+
+
+def _is_harmless(written: ast.AST | None) -> bool:
+    """True for a number as programs write it: ``table.weight.data[0] = 0`` makes nothing non-finite, nor large."""
+    value = written.operand if isinstance(written, ast.UnaryOp) else written
+    return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and abs(value.value) <= 1e6
 
 
 def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
@@ -323,7 +334,11 @@ def _written_by(
     if not isinstance(call.func, ast.Attribute):
         return
     if call.func.attr == "load_state_dict":
-        yield first, 1
+        if not any(each in last_name(call.func.value).lower() for each in _NO_MODULES):
+            is_copy = first is not None and any(
+                isinstance(each, ast.Call) and last_name(each.func) == "state_dict" for each in ast.walk(first)
+            )
+            yield first, 0 if is_copy else 1  # one of another module
         return
     if call.func.attr in _WRITES:
         covers = _is_target(call.func.value, names, called, rows)

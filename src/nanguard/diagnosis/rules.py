@@ -7,7 +7,7 @@ at names of programs. ``causes.TABLE`` lists the rules in the order in which the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,9 @@ _LOGARITHMS = ("log", "log2", "log10", "log1p")
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
 _PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
+_LARGE = 1e6
+"""A smaller number of a program is not why something overflows."""
+
 SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
@@ -319,11 +322,24 @@ def overflow(case: Case) -> Found:
     biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
     if wide == "fp32" and dtype == "float16":
         words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
-        return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
+        return "overflow_fp16", f"operands reach {_with_factor(case, biggest)} and {words}"
     if case.op in ("add", "sub") and biggest == torch.finfo(getattr(torch, dtype)).max:
         words = f"twice -{biggest:.3g} exceeds {dtype}; combine them with torch.minimum instead"
         return "overflow_any_precision", f"two masks of finfo.min are added: {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
-        words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
+        words = f"operands reach {_with_factor(case, biggest)} and the result exceeds 3.4e38, where fp32 and bf16 end"
         return "overflow_any_precision", words
     return None
+
+
+def _with_factor(case: Case, biggest: float) -> str:
+    number = largest_number(case.evidence.operands)
+    return f"{biggest:.3g}" + (f", a number of the program is {number:.3g}," if number is not None else "")
+
+
+def largest_number(operands: Sequence[Operand]) -> float | None:
+    """A number of the program that is larger than all tensors that an op was given, as in ``loss * 1e38``."""
+    numbers = [abs(each.value) for each in operands if not each.dtype and each.value is not None]
+    number = max(filter(math.isfinite, numbers), default=0.0)
+    tensors = (reach(each) for each in operands if each.dtype and each.name != "output")
+    return number if number > max(tensors, default=0.0) and number > _LARGE else None

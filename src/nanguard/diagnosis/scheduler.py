@@ -115,7 +115,8 @@ class DiagnosisScheduler:
         self._seconds += time.monotonic() - began
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
-            diagnosis = replace(self._with_known_modules(diagnosis), network=self._parts.network)
+            network = "" if pending.is_outside else self._parts.network
+            diagnosis = replace(self._with_known_modules(diagnosis), network=network)
             self._remember(diagnosis)
         return diagnosis
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nanguard import _compat
 from nanguard.diagnosis import authorship
@@ -326,10 +327,7 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if line is not None:
         source, evidence = line, (f"the program sets it itself, at {line}",)
     elif note.place is None or note.place[0] not in user_files([type(optimizer)]):  # inside torch.optim
-        options = [key for key, value in optimizer.defaults.items() if value]
-        called = exam.parts.network.rpartition("trained by ")[2].rpartition(".")[2]
-        made = authorship.line_that_makes(kind, exam.files(optimizer), options, name=called)
-        source, is_traced = made or source, made is None
+        source, is_traced = _made_at(exam, optimizer, source)
         evidence = (f"it runs inside {kind}.step, of an optimizer made at {source}",)
     return Diagnosis(
         phase="optimizer",
@@ -346,6 +344,16 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
         element=event.evidence.element,
         confidence="likely",
     )
+
+
+def _made_at(exam: Exam, optimizer: Optimizer, source: Source | None) -> tuple[Source | None, bool]:
+    """The line that made an optimizer of torch, and whether that was seen; ``source`` if it is not found."""
+    if exam.parts.optimizer_made_at is not None:
+        return source_of(exam.parts.optimizer_made_at), True
+    options = [key for key, value in optimizer.defaults.items() if value]
+    called = exam.parts.network.rpartition("trained by ")[2].rpartition(".")[2]
+    made = authorship.line_that_makes(type(optimizer).__name__, exam.files(optimizer), options, name=called)
+    return made or source, made is None
 
 
 def _cause_of_update(exam: Exam, finding: TraceFinding) -> tuple[str, str]:
