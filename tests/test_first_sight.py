@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,67 @@ def test_the_line_that_made_an_optimizer_is_known() -> None:
     assert (found.cause, found.phase) == ("optimizer_eps_underflow", "optimizer")
     assert found.source is not None
     assert (found.source.line, found.is_line_traced) == (line("made here"), True)
+
+
+# ---- modules with a state --------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Is called for each entry of a sequence, and keeps its state and a count between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(3, 6), nn.Linear(6, 1)
+        self.states: list[Tensor] = []
+
+    def begin(self, size: int) -> None:
+        self.hidden = self.cell.bias_hh[:6].detach().clone().repeat(size, 1)
+        self.states = [self.hidden]
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / x.norm(dim=1, keepdim=True)  # direction
+        self.hidden = self.cell(x, self.hidden)
+        self.states.append(self.hidden)
+        self.num_calls += 1
+        score: Tensor = self.out(torch.stack(self.states).mean(0)).sigmoid() / self.num_calls
+        return score
+
+
+@pytest.mark.parametrize("value", [NAN, 0.0])
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("sync", ["eager", "late"])
+def test_a_module_that_keeps_a_state_from_call_to_call_is_called_again_from_its_beginning(
+    value: float, begins: bool, sync: Any
+) -> None:
+    """Whether the program sets the state for each sequence, or cuts it off from the one before."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = Reader()
+        optimizer = Adam(model.parameters(), fused=sync == "late")
+        model.begin(4)
+        for step in range(7):
+            data = np.random.default_rng(step).normal(size=(5, 4, 3)).astype(np.float32)
+            if step == 4:
+                data[2, 1] = value
+            sequence = torch.from_numpy(data)
+            if begins:
+                model.begin(4)
+            else:
+                model.hidden, model.states, model.num_calls = model.hidden.detach(), [], 0
+            loss = torch.zeros(())
+            for x in sequence:
+                loss = loss - torch.log(model(x)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert found.step == 4
+    if value == 0:
+        assert (found.cause, *place(found)) == ("division_by_near_zero_norm", "div", line("direction"))
+        assert found.repeats
+    else:
+        assert found.cause == "input_nonfinite"
+        assert found.because.startswith("sequence holds NaN at [2, 1, 0] and 2 more")
 
 
 # ---- numbers of the program ------------------------------------------------------------------------------------------

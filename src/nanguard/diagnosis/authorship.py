@@ -74,7 +74,7 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             found.append((origin.risk, 0, origin))
     if all(risk == 0 for risk, _, _ in found):
         for file, statement, written, covers in _writes(program, name, called, rows):
-            if _is_harmless(written):
+            if isinstance(statement, ast.Assign) and _is_harmless(written):
                 continue
             origin = Origin(_LARGE if _has_large_number(statement) else -1, source_of_node(file, statement))
             if written is not None:

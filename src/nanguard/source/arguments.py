@@ -51,6 +51,22 @@ def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, i
     return [f"the tensor in {ast.unparse(node)}", ""] if isinstance(node.op, (ast.Mult, ast.Add)) else names
 
 
+def name_of_iterated(code: CodeType | None, at: int) -> str:
+    """What a loop goes through, or what is unpacked, at a position in code: ``for x in sequence``. Empty if unknown."""
+    text = "" if code is None else _expression(code, at)
+    try:
+        is_loop = text.startswith("for ")  # the position is that of the whole loop
+        node = ast.parse(text if is_loop else f"({text})").body[0] if text else None
+    except SyntaxError:
+        return ""
+    node = node.iter if isinstance(node, ast.For) else node.value if isinstance(node, ast.Expr) else None
+    while isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.func, ast.Name):
+        if not hasattr(builtins, node.func.id):
+            return ""
+        node = node.args[0]  # of enumerate(sequence)
+    return _short(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) else ""
+
+
 def names_of_parts(name: str, paths: Sequence[str]) -> list[str]:
     """The names of what is at these paths inside an argument: in ``[a, b]``, ``[1].x`` is ``b.x``."""
     try:
