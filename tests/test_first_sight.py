@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.optim import SGD, Adam, RMSprop
+from torch.utils.data import DataLoader, Dataset
 
 import nanguard
 from helpers import NAN, line
@@ -190,6 +192,62 @@ def test_a_module_that_keeps_a_state_from_call_to_call_is_called_again_from_its_
     else:
         assert found.cause == "input_nonfinite"
         assert found.because.startswith("sequence holds NaN at [2, 1, 0] and 2 more")
+
+
+class Mixture(nn.Module):
+    """Is never called itself: the program calls a method that calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def loss(self, points: Tensor) -> Tensor:
+        return self.net(points).square().mean()
+
+
+def test_what_a_layer_of_torch_is_given_has_the_name_that_the_program_gives_to_the_network_around_it() -> None:
+    with nanguard.install() as autopilot:
+        model = Mixture()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        data = torch.from_numpy(np.ones((8, 2), dtype=np.float32))
+        data.numpy()[3, 1] = NAN
+        model.loss(data).backward()
+        optimizer.step()
+    (found,) = found_in(autopilot)
+    assert found.because == "points holds NaN at [3, 1]"
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+class Speakers(Dataset[Tensor]):
+    """Gives some record, whichever it is asked for."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.records = torch.randn(12, 3)
+        self.records[5, 1] = NAN
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.records[random.choice([11, 5, 7]) if self.draws else index]
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_an_index_of_a_dataset_that_draws_its_records_is_not_said_to_be_that_of_the_bad_one(draws: bool) -> None:
+    random.seed(3)
+    with nanguard.install() as autopilot:
+        model = nn.Linear(3, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(Speakers(draws=draws), batch_size=4):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    found = found_in(autopilot)[0]
+    assert found.cause == "input_nonfinite"
+    assert (found.is_record_finite, "is finite: the dataset may draw records" in str(found)) == (draws, draws)
 
 
 # ---- numbers of the program ------------------------------------------------------------------------------------------

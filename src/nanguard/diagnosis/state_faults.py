@@ -110,9 +110,10 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     changed = authorship.changes_in_words(exam.pending.tape, event.storage)
     if changed:
         return replace(diagnosis, because=diagnosis.because + changed)
-    read_at = exam.line_in_dataset(diagnosis.samples)
-    if read_at is not None:
-        return replace(diagnosis, source=read_at, makes_data=True)
+    record = exam.record_read_again(diagnosis.samples)
+    if record.source is not None:
+        return replace(diagnosis, source=record.source, makes_data=True)
+    diagnosis = replace(diagnosis, is_record_finite=record.is_finite)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}

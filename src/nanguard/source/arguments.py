@@ -24,7 +24,16 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     except SyntaxError:
         return []
     nodes = _arguments(node, num, is_method=is_method)
+    if len(nodes) < num and not is_method and (only := _only_argument(node)) is not None:  # layer(x) calls linear(x, w)
+        return [_short(only), *[""] * (num - 1)]
     return [_short(each) for each in nodes] if len(nodes) == num else []
+
+
+def _only_argument(node: ast.expr | None) -> ast.expr | None:
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+        return None
+    is_builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
+    return None if is_builtin else node.args[0]
 
 
 def _short(node: ast.expr) -> str:
