@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
 import random
 from pathlib import Path
@@ -318,3 +319,27 @@ def test_an_error_between_two_steps_is_not_said_to_be_of_one_network() -> None:
             act(torch.tensor([0.0, NAN if step == 2 else 1.0, 0.0]))
     (found,) = found_in(autopilot)
     assert (found.cause, found.network) == ("input_nonfinite", "")
+
+
+# ---- many calls ------------------------------------------------------------------------------------------------------
+
+
+def calls_to_explain(num: int) -> int:
+    """How many functions are called if the states of an episode are joined from so many."""
+    with nanguard.install() as autopilot:
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        arrays = np.ones((num, 2), dtype=np.float32)
+        arrays[num // 2] = NAN
+        played = [torch.from_numpy(each) for each in arrays]
+        states = [state * 2.0 for state in played]
+        model(torch.stack(states)).square().mean().backward()
+        profile = cProfile.Profile()
+        profile.runcall(optimizer.step)
+    assert found_in(autopilot)[0].cause == "input_nonfinite"
+    return sum(entry.callcount for entry in profile.getstats())  # type: ignore[attr-defined]
+
+
+def test_an_episode_of_many_calls_is_explained_in_a_time_that_grows_with_their_number_not_with_its_square() -> None:
+    calls_to_explain(20)  # the first time, files are read
+    assert calls_to_explain(400) < 4.1 * calls_to_explain(100)
