@@ -65,10 +65,12 @@ def name_of_iterated(code: CodeType | None, at: int) -> str:
     text = "" if code is None else _expression(code, at)
     try:
         is_loop = text.startswith("for ")  # the position is that of the whole loop
-        node = ast.parse(text if is_loop else f"({text})").body[0] if text else None
+        statement = ast.parse(text if is_loop else f"({text})").body[0] if text else None
     except SyntaxError:
         return ""
-    node = node.iter if isinstance(node, ast.For) else node.value if isinstance(node, ast.Expr) else None
+    node: ast.expr | None = None
+    if isinstance(statement, (ast.For, ast.Expr)):
+        node = statement.iter if isinstance(statement, ast.For) else statement.value
     while isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.func, ast.Name):
         if not hasattr(builtins, node.func.id):
             return ""
