@@ -529,7 +529,7 @@ def test_a_factor_of_the_program_that_is_too_large_is_named(sync: Any) -> None:
             optimizer.step()
     found = first(autopilot.incidents)
     assert found.cause == "overflow_any_precision"
-    assert "times 1e+39, a number of the program such as a setting, exceeds float32" in found.because
+    assert "is multiplied by 1e+39, a number of the program such as a setting, and" in found.because
 
 
 @SYNCS

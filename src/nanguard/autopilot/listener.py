@@ -101,7 +101,7 @@ class CallListener:
             try:
                 calls, is_taped = begins(listed[id(module)][1])
                 if is_taped or calls is not None:
-                    record = recorder.begin(calls, args, kwargs, sys._getframe(1), is_taped=is_taped)
+                    record = recorder.begin(calls, args, kwargs, sys._getframe(1), is_taped=is_taped, module=module)
                 if id(module) not in called and torch.is_grad_enabled():  # it may validate with what it trains in parts
                     called.add(id(module))
                 if record is None:

@@ -33,6 +33,7 @@ from nanguard.hosted.trained_modules import (
     without_copies,
 )
 from nanguard.records.steps import Incident, Incidents
+from nanguard.source.frames import Place, calling_line
 from nanguard.state.names import unwrapped
 from nanguard.step.journal import Journal
 from nanguard.step.optimizers import has_guard
@@ -57,6 +58,8 @@ class NewOptimizer:
     """Of what it trains."""
     models: set[int]
     """Identities of the outermost modules that it trains."""
+    place: Place | None
+    """Where it was made."""
 
 
 class Registry:
@@ -121,7 +124,7 @@ class Registry:
         by_call = names_in_call(params, roots, also_alone=self._num_expected <= _MOST_READ)
         names = {**by_call, **names_in_sight([*params, *roots])}
         names[id(optimizer)] = name_being_assigned()
-        self.new.append(NewOptimizer(weakref.ref(optimizer), names, _identities(roots)))
+        self.new.append(NewOptimizer(weakref.ref(optimizer), names, _identities(roots), calling_line()))
         return roots
 
     def misses_parameters(self) -> bool:
@@ -133,7 +136,10 @@ class Registry:
         """Guards the first of the new optimizers; None if it no longer exists, or cannot be guarded."""
         new = self.new[0]
         try:
-            return self._guard_new(new.ref(), new.names)
+            hosted = self._guard_new(new.ref(), new.names)
+            if hosted is not None:
+                hosted.parts.optimizer_made_at = new.place
+            return hosted
         finally:
             if new in self.new:  # else a framework's loop guards it
                 self.new.remove(new)
@@ -230,6 +236,7 @@ class Registry:
             log.exception("parameters that were added to %s are not guarded", type(hosted.optimizer).__name__)
             return hosted
         new.take_over(hosted)
+        new.parts.optimizer_made_at = hosted.parts.optimizer_made_at
         self._networks[new] = self._networks.get(hosted, "")
         vars(hosted.optimizer)[_ATTRIBUTE] = new
         with self._changing:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeGuard
 
 import torch
 from torch import nn
 
+from nanguard.diagnosis.lines_in_place import WRITES
 from nanguard.diagnosis.slicing import (
     Origin,
     ProgramSource,
@@ -23,17 +23,13 @@ from nanguard.diagnosis.slicing import (
     targets_of,
 )
 from nanguard.records.diagnosis import Source
-from nanguard.records.words import joined
-from nanguard.source.frames import is_users, source_of
-from nanguard.step.tape import CallTape
+from nanguard.source.frames import is_users
 
-_WRITES = ("copy_", "fill_", "mul_", "div_", "add_", "sub_", "set_", "zero_", "normal_", "uniform_", "clamp_", "lerp_")
+_NO_MODULES = ("optim", "sched", "scaler")
+"""Words in the names of what is no module, but loads a state as well."""
 
 _LARGE = 3
 """The risk of a line that initialises with a very large number."""
-
-_NOT_IN_A_LOOP = ("step", "__init__", "reset_parameters", "init_weights", "_init_weights")
-"""Functions that write to weights as they should."""
 
 Rows = tuple[int, int, int]
 """The first and last bad row of a tensor, and how many rows it has."""
@@ -72,6 +68,8 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
             found.append((origin.risk, 0, origin))
     if all(risk == 0 for risk, _, _ in found):
         for file, statement, written, covers in _writes(program, name, called, rows):
+            if isinstance(statement, ast.Assign) and _is_harmless(written):
+                continue
             origin = Origin(_LARGE if _has_large_number(statement) else -1, source_of_node(file, statement))
             if written is not None:
                 origin = program.origin(file, statement, written)
@@ -79,6 +77,12 @@ def line_that_sets(owner: nn.Module, name: str, files: Iterable[str], rows: Rows
     if not found:
         found = [(origin.risk, 0, origin) for origin in _of_tables(program, called) if origin.risk > 1]
     return max(reversed(found), key=lambda each: each[:2])[2].source if found else None  # the last one overwrites
+
+
+def _is_harmless(written: ast.AST | None) -> bool:
+    """True for a number as programs write it: ``table.weight.data[0] = 0`` makes nothing non-finite, nor large."""
+    value = written.operand if isinstance(written, ast.UnaryOp) else written
+    return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and abs(value.value) <= 1e6
 
 
 def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
@@ -146,82 +150,6 @@ def line_that_writes_nonfinite(files: Iterable[str], *, nan: bool, not_in: Seque
             if into_a_part and any(is_nonfinite_literal(each, nan=nan) for each in ast.walk(node.value)):
                 found.append(source_of_node(file, node))
     return found[0] if len(found) == 1 else None
-
-
-def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | None:
-    """``p.grad /= n``, ``p.grad.div_(n)``, ``p.grad = p.grad / n``: the only one in these functions, or in their files.
-
-    ``running`` are files and names of functions. None if there is not exactly one.
-    """
-    running = set(running)
-    files = [file for file, _ in running]
-    program, found = ProgramSource(tuple(dict.fromkeys(files))), dict[tuple[str, str, int], Source]()
-    for file, node in program.nodes(ast.Assign, ast.AugAssign, ast.Call):
-        if isinstance(node, ast.Call):
-            is_write = isinstance(node.func, ast.Attribute) and node.func.attr in _WRITES and node.func.attr != "zero_"
-            changes = is_write and isinstance(node.func, ast.Attribute) and _is_gradient(node.func.value)
-        elif isinstance(node, ast.Assign):
-            is_cleared = isinstance(node.value, ast.Constant) and node.value.value is None
-            changes = not is_cleared and any(map(_is_gradient, targets_of(node)))
-        else:
-            changes = isinstance(node, ast.AugAssign) and _is_gradient(node.target)
-        if changes and isinstance(node, (ast.stmt, ast.expr)):
-            found[file, program.function_of(node), node.lineno] = source_of_node(file, node)
-    near = [source for (file, function, _), source in found.items() if (file, function or "<module>") in running]
-    for lines in (near, list(found.values())):
-        if lines:
-            return lines[0] if len(lines) == 1 else None
-    return None
-
-
-def lines_that_write(files: Iterable[str]) -> list[Source]:
-    """The lines that write to tensors in place, without gradients: ``p.data.mul_(x)``, ``p.add_(e)`` in ``no_grad``.
-
-    Not those of optimizers, gradients and initialisation.
-    """
-    program, found = ProgramSource(tuple(files)), dict[tuple[str, int], Source]()
-    for file, node in program.nodes(ast.With, ast.FunctionDef, ast.Expr, ast.Assign, ast.AugAssign):
-        if isinstance(node, (ast.With, ast.FunctionDef)):
-            marks = [i.context_expr for i in node.items] if isinstance(node, ast.With) else node.decorator_list
-            names = {last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks}
-            inside = list(ast.walk(node)) if names & {"no_grad", "inference_mode"} else []
-        else:
-            inside = [node] if any(isinstance(e, ast.Attribute) and e.attr == "data" for e in ast.walk(node)) else []
-        for each in inside:
-            if _writes_in_place(each) and program.function_of(each) not in _NOT_IN_A_LOOP:
-                found[file, each.lineno] = source_of_node(file, each)
-    lines = {str(source): source for _, source in sorted(found.items())}  # a file may have two names
-    return list(lines.values())
-
-
-def in_words(lines: Sequence[Source]) -> str:
-    """To be added to a reason, for lines that ``lines_that_write`` found; empty for none."""
-    return f"; the program writes to tensors at {joined(list(map(str, lines)))}" if lines else ""
-
-
-def changes_in_words(tape: CallTape | None, storage: int | None) -> str:
-    """To be added to a reason, for data that the program has changed in place in this step; empty if it has not."""
-    changes = [] if tape is None or storage is None else tape.changes_of(storage)
-    lines = [f"{name.rstrip('_')} at {source_of(place)}" for name, place in changes]
-    return f"; {joined(lines)} changed it in place before, and may have made that" if lines else ""
-
-
-def _writes_in_place(node: ast.AST) -> TypeGuard[ast.stmt]:
-    if isinstance(node, ast.Expr):
-        call = node.value.func if isinstance(node.value, ast.Call) else None
-        is_write = isinstance(call, ast.Attribute) and call.attr in _WRITES and call.attr != "zero_"
-        return is_write and isinstance(call, ast.Attribute) and not _is_gradient(call.value)
-    if isinstance(node, (ast.Assign, ast.AugAssign)):
-        parts = [part for target in targets_of(node) for part in ast.walk(target)]
-        return any(isinstance(part, ast.Attribute) and part.attr in ("data", "weight", "bias") for part in parts)
-    return False
-
-
-def _is_gradient(node: ast.AST) -> bool:
-    """``p.grad``, ``p.grad.data``, ``p.grad[mask]``."""
-    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
-        node = node.value
-    return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
 def line_with_number(number: float | None, files: Iterable[str]) -> Source | None:
@@ -337,9 +265,13 @@ def _written_by(
     if not isinstance(call.func, ast.Attribute):
         return
     if call.func.attr == "load_state_dict":
-        yield first, 1
+        if not any(each in last_name(call.func.value).lower() for each in _NO_MODULES):
+            is_copy = first is not None and any(
+                isinstance(each, ast.Call) and last_name(each.func) == "state_dict" for each in ast.walk(first)
+            )
+            yield first, 0 if is_copy else 1  # one of another module
         return
-    if call.func.attr in _WRITES:
+    if call.func.attr in WRITES:
         covers = _is_target(call.func.value, names, called, rows)
         if covers:
             yield first, covers

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from nanguard.diagnosis.slicing import risk_of
 from nanguard.records.diagnosis import Source
 from nanguard.source.frames import is_users_file, source_at
 from nanguard.source.statements import simple_statement_at
+from nanguard.state.trees import PLAIN, leaves
 
 log = logging.getLogger("nanguard")
 
@@ -42,14 +43,20 @@ class _TooLong(BaseException):
     """Ends the reading. Not an ``Exception``: the dataset may catch all of those."""
 
 
-def line_that_makes_record(dataset: Any, index: int) -> Source | None:
-    """The line after which a value of the record is non-finite for the first time, if the line computes it.
+class RecordReadAgain(NamedTuple):
+    """Whether the record is finite now, as one may be that the dataset draws; and the line that made it non-finite."""
 
-    None if the record is finite when it is read again, if the line only picks or loads it, if a debugger is watching,
-    or if it cannot be read.
+    is_finite: bool = False
+    source: Source | None = None
+
+
+def read_again(dataset: Any, index: int) -> RecordReadAgain:
+    """The line is the one after which a value of the record is non-finite for the first time, if it computes it.
+
+    None if the line only picks or loads it, if a debugger is watching, or if the record cannot be read.
     """
     if sys.gettrace() is not None or not hasattr(dataset, "__dict__"):  # a list runs no line of the program
-        return None
+        return RecordReadAgain()
     watch = _Watch()
     try:
         with _random_states_kept(dataset), _quiet_arrays():
@@ -61,13 +68,15 @@ def line_that_makes_record(dataset: Any, index: int) -> Source | None:
                 sys.settrace(None)
     except (_TooLong, Exception):
         log.debug("record %d could not be read again", index, exc_info=True)
-        return None
-    if watch.found is None or not _is_bad(record):
-        return None
+        return RecordReadAgain()
+    if not _is_bad(record):
+        return RecordReadAgain(is_finite=_has_numbers(record))
+    if watch.found is None:
+        return RecordReadAgain()
     file, line = watch.found
     statement = simple_statement_at(file, line)
     is_computed = statement is not None and _computes(statement)
-    return source_at(file, line) if is_computed else None
+    return RecordReadAgain(source=source_at(file, line) if is_computed else None)
 
 
 def _computes(statement: ast.stmt) -> bool:
@@ -154,6 +163,13 @@ def _quiet_arrays() -> contextlib.AbstractContextManager[Any]:
 def _numpy() -> ModuleType | None:
     """If the program has imported it."""
     return sys.modules.get("numpy")
+
+
+def _has_numbers(record: Any) -> bool:
+    """Whether ``_is_bad`` has seen all of it: not an object of the program's own class."""
+    numpy = _numpy()
+    arrays = (Tensor,) if numpy is None else (Tensor, numpy.ndarray, numpy.generic)
+    return all(type(each) in PLAIN or isinstance(each, arrays) for each in leaves(record))
 
 
 def _is_bad(value: Any, depth: int = 2) -> bool:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from nanguard import _compat
-from nanguard.diagnosis.dataset_lines import line_that_makes_record
+from nanguard.diagnosis.dataset_lines import RecordReadAgain, read_again
 from nanguard.diagnosis.plans import MEMORY
 from nanguard.diagnosis.provenance import Leaf, Note, TraceEvent
 from nanguard.diagnosis.replay import Replay
 from nanguard.diagnosis.taped import holds_samples
 from nanguard.diagnosis.trace import Trace
 from nanguard.diagnosis.watched import WatchedRun
-from nanguard.records.diagnosis import Link, Operand, Source, Stretch
+from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
 from nanguard.state.batch_indices import indices_of, num_samples_of, whole_dataset
@@ -99,10 +99,10 @@ class Exam:
         indices = indices_of(self.batch(), self.pending.fetched, self.run.microbatch, num)
         return tuple(indices[sample] for sample in samples) if indices else ()
 
-    def line_in_dataset(self, samples: Sequence[int]) -> Source | None:
-        """The line of a dataset that makes the first of these samples non-finite; None if it is not known."""
+    def record_read_again(self, samples: Sequence[int]) -> RecordReadAgain:
+        """The first of these samples: whether it is finite now, and the line of the dataset that made it non-finite."""
         indices, dataset = self.dataset_indices(samples[:1]), whole_dataset(self.pending.fetched)
-        return line_that_makes_record(dataset, indices[0]) if indices and dataset is not None else None
+        return read_again(dataset, indices[0]) if indices and dataset is not None else RecordReadAgain()
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
         """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""

@@ -62,7 +62,7 @@ _PRODUCTS = frozenset(("bmm", "baddbmm", "mm", "matmul", "addmm", "mul", "sum"))
 
 def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """The diagnosis of the growth behind an overflow, or the same diagnosis if there is none."""
-    if diagnosis.phase not in ("forward", "backward"):
+    if diagnosis.phase not in ("forward", "backward", "buffer"):
         return diagnosis
     jump = None if diagnosis.cause in _NOT_BY_SIZE else _jump(exam)
     if jump is not None:
@@ -70,6 +70,9 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
         return by_rate if jump.is_by_rate else replace(by_rate, because=f"{by_rate.because}; {_FINITE_BEFORE}")
     if diagnosis.cause not in _OVERFLOWS:
         return diagnosis
+    stepped = _stepped_far(exam)
+    if stepped is not None:
+        return _of_learning_rate(diagnosis, stepped)
     huge = _huge_parameter(exam, event)
     if huge is not None:
         return replace(of_huge_parameter(exam, *huge), op=diagnosis.op, operands=diagnosis.operands)
@@ -155,6 +158,20 @@ class Jump:
         """Whether the learning rate is to blame if the step is finite with the weights from before these steps."""
         is_bold = 0 < _BOLD * self.usual_rate <= self.rate
         return self.num <= _FIRST_STEPS and is_bold and self.growth >= _JUMPED_BY_BOLD_RATE
+
+    @property
+    def may_overflow_by_rate(self) -> bool:
+        """Whether the learning rate is to blame for an overflow: weights are as large as its steps make them."""
+        rate = min([self.rate, *self.rates])
+        is_of_steps = rate <= self.now <= _LARGEST_STEP * rate * self.num
+        return rate >= 1 and is_of_steps and self.growth >= _JUMPED_BY_RATE
+
+
+def _stepped_far(exam: Exam) -> Jump | None:
+    """The parameter that steps of 1 or more have made largest, of this network. None if there is none."""
+    past = exam.past
+    found = _jumps(exam.parts, past.first_sizes, past.num_applied, past.readings)
+    return max((jump for jump in found if jump.may_overflow_by_rate), key=lambda jump: jump.growth, default=None)
 
 
 def _jump(exam: Exam) -> Jump | None:

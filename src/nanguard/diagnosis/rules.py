@@ -7,7 +7,7 @@ at names of programs. ``causes.TABLE`` lists the rules in the order in which the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -323,22 +323,32 @@ def overflow(case: Case) -> Found:
     biggest = max((reach(operand) for operand in case.evidence.operands), default=0.0)
     if wide == "fp32" and dtype == "float16":
         words = "the result exceeds 65504, where fp16 ends; in fp32 this op is finite"
-        return "overflow_fp16", f"operands reach {biggest:.3g} and {words}"
+        return "overflow_fp16", f"{_in_words(case, biggest)} and {words}"
     if case.op in ("add", "sub") and biggest == torch.finfo(getattr(torch, dtype)).max:
         words = f"twice -{biggest:.3g} exceeds {dtype}; combine them with torch.minimum instead"
         return "overflow_any_precision", f"two masks of finfo.min are added: {words}"
     if wide or (case.op in _GROWS and not case.evidence.is_nan):  # too large for float64 too
-        words = f"operands reach {biggest:.3g} and the result exceeds 3.4e38, where fp32 and bf16 end"
-        return "overflow_any_precision", _by_a_number(case, biggest) or words
+        words = "the result exceeds 3.4e38, where fp32 and bf16 end"
+        return "overflow_any_precision", f"{_in_words(case, biggest)} and {words}"
     return None
 
 
-def _by_a_number(case: Case, biggest: float) -> str:
-    """Words for a factor or exponent of the program that is larger than all values: it is what to look at."""
-    factor = next((o for o in case.evidence.operands if o.name in ("other", "exponent") and not o.dtype), None)
-    if case.op not in ("mul", "pow") or factor is None or factor.value is None or abs(factor.value) <= biggest:
-        return ""
-    what = "to the power of" if case.op == "pow" else "times"
-    value = case.evidence.operand("self")
-    of = number(value_of(value)) if value_of(value) is not None else f"{biggest:.3g}"
-    return f"{of} {what} {factor.value:.3g}, a number of the program such as a setting, exceeds {case.dtype}"
+def _in_words(case: Case, biggest: float) -> str:
+    """What the op was given. A number of the program that is larger than all values is what to look at."""
+    factor = factor_of(case.op, case.evidence.operands)
+    if factor is None:
+        return f"operands reach {biggest:.3g}"
+    known = value_of(case.evidence.operand("self"))
+    done = "raised to the power of" if case.op == "pow" else "multiplied by"
+    value = f"{biggest:.3g}" if known is None else number(known)
+    return f"{value} is {done} {factor:.3g}, a number of the program such as a setting,"
+
+
+def factor_of(op: str, operands: Sequence[Operand]) -> float | None:
+    """A factor or exponent of the program that is larger than all values that it is used with: ``loss * 1e38``."""
+    numbers = (each.value for each in operands if each.name in ("other", "exponent") and not each.dtype)
+    factor = next(numbers, None)
+    if op not in ("mul", "pow") or factor is None or not math.isfinite(factor):
+        return None
+    values = (reach(each) for each in operands if each.dtype and each.name != "output")
+    return factor if abs(factor) > max(values, default=0.0) else None

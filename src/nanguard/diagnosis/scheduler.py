@@ -16,10 +16,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from nanguard.diagnosis import graph_probe, taped
-from nanguard.diagnosis.authorship import line_that_changes_gradients
 from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, NotRepeatable, Past
 from nanguard.diagnosis.examiner import Examiner
+from nanguard.diagnosis.lines_in_place import line_that_changes_gradients
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.search import BURST, SHARE
@@ -115,7 +115,8 @@ class DiagnosisScheduler:
         self._seconds += time.monotonic() - began
         diagnosis = self._shared(diagnosis)
         if diagnosis is not None:
-            diagnosis = replace(self._with_known_modules(diagnosis), network=self._parts.network)
+            network = "" if pending.is_outside else self._parts.network
+            diagnosis = replace(self._with_known_modules(diagnosis), network=network)
             self._remember(diagnosis)
         return diagnosis
 

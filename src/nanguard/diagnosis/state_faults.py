@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nanguard import _compat
-from nanguard.diagnosis import authorship
+from nanguard.diagnosis import authorship, lines_in_place
 from nanguard.diagnosis.batch_names import in_words, names_of
 from nanguard.diagnosis.blame import TraceFinding
 from nanguard.diagnosis.causes import name_cause
@@ -106,12 +107,13 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if held is not None:
         return _of_held(exam, diagnosis, held)
     exam.is_from_loader = exam.may_be_from_loader(event)
-    changed = authorship.changes_in_words(exam.pending.tape, event.storage)
+    changed = lines_in_place.changes_in_words(exam.pending.tape, event.storage)
     if changed:
         return replace(diagnosis, because=diagnosis.because + changed)
-    read_at = exam.line_in_dataset(diagnosis.samples)
-    if read_at is not None:
-        return replace(diagnosis, source=read_at, makes_data=True)
+    record = exam.record_read_again(diagnosis.samples)
+    if record.source is not None:
+        return replace(diagnosis, source=record.source, makes_data=True)
+    diagnosis = replace(diagnosis, is_record_finite=record.is_finite)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
@@ -137,7 +139,8 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
     whose = "which another optimizer trains" if is_trained else "which is not trained"
     is_statistic = held.name.rpartition(".")[2].startswith("running_")
     is_weight = held.kind == "parameter"
-    written = authorship.in_words(authorship.lines_that_write(exam.files())) if is_weight and not is_trained else ""
+    lines = lines_in_place.lines_that_write(exam.files()) if is_weight and not is_trained else ()
+    written = lines_in_place.in_words(lines)
     cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
     return replace(
         diagnosis,
@@ -326,10 +329,7 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if line is not None:
         source, evidence = line, (f"the program sets it itself, at {line}",)
     elif note.place is None or note.place[0] not in user_files([type(optimizer)]):  # inside torch.optim
-        options = [key for key, value in optimizer.defaults.items() if value]
-        called = exam.parts.network.rpartition("trained by ")[2].rpartition(".")[2]
-        made = authorship.line_that_makes(kind, exam.files(optimizer), options, name=called)
-        source, is_traced = made or source, made is None
+        source, is_traced = _made_at(exam, optimizer, source)
         evidence = (f"it runs inside {kind}.step, of an optimizer made at {source}",)
     return Diagnosis(
         phase="optimizer",
@@ -346,6 +346,16 @@ def _of_update(exam: Exam, finding: TraceFinding) -> Diagnosis:
         element=event.evidence.element,
         confidence="likely",
     )
+
+
+def _made_at(exam: Exam, optimizer: Optimizer, source: Source | None) -> tuple[Source | None, bool]:
+    """The line that made an optimizer of torch, and whether that was seen; ``source`` if it is not found."""
+    if exam.parts.optimizer_made_at is not None:
+        return source_of(exam.parts.optimizer_made_at), True
+    options = [key for key, value in optimizer.defaults.items() if value]
+    called = exam.parts.network.rpartition("trained by ")[2].rpartition(".")[2]
+    made = authorship.line_that_makes(type(optimizer).__name__, exam.files(optimizer), options, name=called)
+    return made or source, made is None
 
 
 def _cause_of_update(exam: Exam, finding: TraceFinding) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class TapedRun:
     def __init__(self, tape: CallTape, loss: TapedLoss, keys: dict[int, str], device: torch.device) -> None:
         self._tape, self._loss, self._keys, self._device = tape, loss, keys, device
         self._numbers = tape.needed((*loss.roots, *loss.gradients), loss.last)
+        self._places: dict[Any, dict[int, int]] = {}  # by position in the code, the order of the rows there
 
     @property
     def numbered(self) -> list[tuple[int, Row | None]]:
@@ -56,8 +58,12 @@ class TapedRun:
         """The name of an argument, also in a comprehension, which gives all entries of a batch the same name."""
         if isinstance(row.code, SavedPosition) or not name.isidentifier():
             return name
-        same = [each for each, raw in self._tape.rows.items() if (Row(*raw).code, Row(*raw).at) == (row.code, row.at)]
-        return name_of_entry(name, row.code, row.at, same.index(number), len(same)) if number in same else name
+        if not self._places:  # looked up for each argument, and there may be thousands of rows
+            for each, raw in self._tape.rows.items():
+                same = self._places.setdefault((Row(*raw).code, Row(*raw).at), {})
+                same[each] = len(same)
+        same = self._places.get((row.code, row.at), {})
+        return name_of_entry(name, row.code, row.at, same[number], len(same)) if number in same else name
 
     @property
     def rows(self) -> list[Row | None]:
@@ -115,7 +121,7 @@ class TapedRun:
             return contextlib.nullcontext()
         return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=enabled)
 
-    @property
+    @functools.cached_property
     def is_autocast(self) -> tuple[bool, torch.dtype]:
         """Whether any call ran under autocast, and in which format."""
         formats = [row.autocast[1] for row in self.rows if row is not None and row.autocast[0]]

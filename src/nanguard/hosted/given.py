@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 
 from torch import Tensor
@@ -26,8 +26,10 @@ _MOST_TENSORS = 1000
 """So many are looked at in what a function was given."""
 
 
-def given_nan(error: BaseException | None) -> GraphFinding | None:
+def given_nan(error: BaseException | None, computed: Collection[int] | None = None) -> GraphFinding | None:
     """The outermost function of the program that was given NaN, if what raised had NaN as well.
+
+    If it was in a step, ``computed`` are identities of tensors that were computed in it, so that they are no data.
 
     Only for an error that ends the program: reading variables may keep them alive. Syncs.
     """
@@ -41,7 +43,8 @@ def given_nan(error: BaseException | None) -> GraphFinding | None:
         code, is_own = frame.f_code, is_users_file(frame.f_code.co_filename)
         for name in _arguments(frame) if is_own and caller is not None else ():
             for path, tensor in itertools.islice(named_tensors(frame.f_locals[name], name), _MOST_TENSORS):
-                if _has_nan(tensor):
+                is_data = computed is None or (tensor.grad_fn is None and id(tensor) not in computed)
+                if is_data and _has_nan(tensor):
                     element = where_bad(tensor).element
                     at = f" at {list(element)}" if element else ""
                     words = f"{path}, which {code.co_name}() was given, holds NaN{at}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanguard import _compat
 from nanguard.diagnosis.graph_probe import examine_graph
 from nanguard.errors import NonFiniteError
-from nanguard.hosted.given import passed, raised_by_nonfinite
+from nanguard.hosted.given import given_nan, passed, raised_by_nonfinite
 from nanguard.hosted.iteration import Iteration
 from nanguard.source.frames import Place
 from nanguard.step.calls import Call
@@ -60,6 +60,8 @@ def end_in_the_middle(
     is_inside = any(not call.has_returned for call in this.calls)
     raised = None if isinstance(error, SystemExit) else error
     is_suspect = raised_by_nonfinite(raised, is_in_model=is_inside)
+    if is_suspect and pending.graph_finding is None:  # such as int(label)
+        pending.graph_finding = given_nan(raised, computed={id(tensor) for _, tensor in taper.held()})
     discarded.end(pending, list(this.calls), losses, raised, is_suspect=is_suspect)
 
 

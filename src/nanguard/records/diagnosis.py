@@ -129,7 +129,8 @@ class Diagnosis:
     of all modules; ``source`` is the user's line. If a program trains several networks, ``network`` says which one
     the step was of. ``because`` gives the cause in numbers. ``element`` is the index of the offending value,
     ``samples`` are the affected samples of the batch, ``dataset_indices`` their indices in the dataset, if known; with
-    ``is_order_assumed`` only if the program's ``collate_fn`` keeps the order. ``chain`` leads from the op to the
+    ``is_order_assumed`` only if the program's ``collate_fn`` keeps the order; ``is_record_finite``: the first of these
+    is finite if the dataset is asked for it again, so it may be drawn at random. ``chain`` leads from the op to the
     non-finite loss or gradient; ``harmless`` ops reached neither. If ``is_line_traced`` is False, the line was found by
     reading the program, not by running it; if it ``makes_data``, it was seen to make a tensor of bad data. ``batch``
     is the position of the step's data in the epoch, ``since_step`` the last step with a good state.
@@ -153,6 +154,7 @@ class Diagnosis:
     samples: tuple[int, ...] = ()
     dataset_indices: tuple[int, ...] = ()
     is_order_assumed: bool = False
+    is_record_finite: bool = False
     chain: tuple[Link, ...] = ()
     harmless: tuple[Link, ...] = ()
     trail: tuple[Stretch, ...] = ()

@@ -40,6 +40,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         if indices:
             where += f": dataset {places} {listed(indices, _MOST_SAMPLES)}"
             where += " if collate_fn keeps the order" * diagnosis.is_order_assumed
+            if diagnosis.is_record_finite:
+                where += f"; read again, record {indices[0]} is finite: the dataset may draw records at random"
         if diagnosis.element:
             where += f", first at {list(diagnosis.element)}"
         yield "sample", where

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nanguard.diagnosis import authorship
+from nanguard.diagnosis import lines_in_place
 from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
@@ -102,7 +102,7 @@ class IncidentRecorder:
         by = "by its update, or by the program"
         if is_by_program:
             by = "by the program, since the update of that step was finite"
-        because = f"{names} became non-finite after step {last:,}: {by}{authorship.in_words(lines)}"
+        because = f"{names} became non-finite after step {last:,}: {by}{lines_in_place.in_words(lines)}"
         known = [each.lrs for each in past.readings if each.step <= last and each.lrs]
         rates = [rate for rate in known[-1] if rate is not None] if known else []
         rate, cause = next((rate for rate in rates if not math.isfinite(rate)), None), "parameter_corrupted"
@@ -144,7 +144,7 @@ class IncidentRecorder:
         taped = pending.tape.functions if pending.tape is not None else ()
         functions = [micro.loss_fn for micro in pending.microbatches]
         files = user_files([*functions, *map(type, self._parts.state.own_model.modules())])
-        return authorship.lines_that_write(dict.fromkeys([*files, *(file for file, _ in taped)]))
+        return lines_in_place.lines_that_write(dict.fromkeys([*files, *(file for file, _ in taped)]))
 
     @property
     def is_interrupted(self) -> bool:

@@ -24,17 +24,16 @@ def argument_names(code: CodeType | None, at: int, num: int, *, is_method: bool 
     except SyntaxError:
         return []
     nodes = _arguments(node, num, is_method=is_method)
-    if len(nodes) != num and (name := _only_argument(node)):  # layer(x), which calls linear(x, weight, bias)
-        return [name, *[""] * (num - 1)]
+    if len(nodes) < num and not is_method and (only := _only_argument(node)) is not None:  # layer(x) calls linear(x, w)
+        return [_short(only), *[""] * (num - 1)]
     return [_short(each) for each in nodes] if len(nodes) == num else []
 
 
-def _only_argument(node: ast.expr | None) -> str:
-    """The variable that a function is given and nothing else, such as ``x`` of ``self.layer(x)``."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
-        return ""
+def _only_argument(node: ast.expr | None) -> ast.expr | None:
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+        return None
     is_builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
-    return "" if is_builtin else node.args[0].id
+    return None if is_builtin else node.args[0]
 
 
 def _short(node: ast.expr) -> str:
@@ -59,6 +58,24 @@ def names_beside_number(code: CodeType | None, at: int, *, is_reflected: bool, i
     if is_reflected or isinstance(node.left, ast.Constant):
         return names[::-1]
     return [f"the tensor in {ast.unparse(node)}", ""] if isinstance(node.op, (ast.Mult, ast.Add)) else names
+
+
+def name_of_iterated(code: CodeType | None, at: int) -> str:
+    """What a loop goes through, or what is unpacked, at a position in code: ``for x in sequence``. Empty if unknown."""
+    text = "" if code is None else _expression(code, at)
+    try:
+        is_loop = text.startswith("for ")  # the position is that of the whole loop
+        statement = ast.parse(text if is_loop else f"({text})").body[0] if text else None
+    except SyntaxError:
+        return ""
+    node: ast.expr | None = None
+    if isinstance(statement, (ast.For, ast.Expr)):
+        node = statement.iter if isinstance(statement, ast.For) else statement.value
+    while isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.func, ast.Name):
+        if not hasattr(builtins, node.func.id):
+            return ""
+        node = node.args[0]  # of enumerate(sequence)
+    return _short(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) else ""
 
 
 def names_of_parts(name: str, paths: Sequence[str]) -> list[str]:

@@ -182,7 +182,8 @@ class CallRecorder:
             is_taped = self._taper.pause()
             if is_taped:  # one that is on the tape is the outermost: those before it have raised
                 under_way.calls.clear()
-            under_way.calls.append(self.begin(opens(), args, kwargs, sys._getframe(1), is_taped=is_taped))
+            call = self.begin(opens(), args, kwargs, sys._getframe(1), is_taped=is_taped, module=module)
+            under_way.calls.append(call)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if under_way.calls and (call := under_way.calls.pop()) is not None:
@@ -212,8 +213,9 @@ class CallRecorder:
         caller: FrameType,
         *,
         is_taped: bool,
+        module: nn.Module,
     ) -> Call | None:
-        """A call begins that is recorded in ``calls``, or on the tape, which is paused for it. None if in neither."""
+        """A call of ``module`` begins. It is recorded in ``calls``, or on the tape, which is paused for it, or None."""
         has_values = _is_grad_enabled() and not _is_transforming()
         if not (is_taped or (has_values and calls is not None)):
             return None
@@ -229,6 +231,7 @@ class CallRecorder:
             calls.append(call)
         if is_taped:
             call.taped = self._taper.before_module(args, kwargs)
+            self._taper.note_state(module)
         return call
 
     def end(self, module: nn.Module, call: Call, output: Any) -> None:

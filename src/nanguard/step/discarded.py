@@ -138,7 +138,9 @@ class DiscardedPasses:
 
     def end_outside(self, pending: PendingStep, finding: object, error: BaseException | None) -> None:
         """The program has ended outside a step, because of what ``finding`` describes."""
-        empty = replace(pending, calls=[], microbatches=[], tape=None, live=None, graph_finding=finding)
+        empty = replace(
+            pending, calls=[], microbatches=[], tape=None, live=None, graph_finding=finding, is_outside=True
+        )
         self._examine(empty, [], ("input",), math.nan, _in_words(error), is_part=True)
 
     def raised(self, pending: PendingStep, micro: Microbatch, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ class DryRun:
         parts.skippable.zero_grad()  # frees their memory, which the run needs
         with parts.again(pending), _without_effect_on_others(parts), parts.state.untouched(parts.buffers):
             pending.training.restore()
+            for state in () if pending.tape is None else chain.from_iterable(pending.tape.states.values()):
+                state.put_back(parts.state.model.modules())
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),

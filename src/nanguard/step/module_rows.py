@@ -7,11 +7,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanguard import _compat, _compat_modes
 from nanguard.state.trees import PLAIN, mapped
 from nanguard.step.calls import Call
+from nanguard.step.module_states import ModuleStates
 from nanguard.step.older_tapes import OlderRows
 from nanguard.step.switched_mode import SwitchedMode
 from nanguard.step.tape import CallTape, Made, Outside, Unseen, changed, is_readable
@@ -39,6 +40,7 @@ class ModuleRows(SwitchedMode):
         self._outside: dict[int, Outside] = {}
         self._num_calls = self._num_watched = 0
         self._keeps, self._writes_to_data = True, False
+        self._states = ModuleStates()
 
     @abstractmethod
     def _new_token(self, tensor: Tensor) -> Any:
@@ -59,6 +61,13 @@ class ModuleRows(SwitchedMode):
             else:
                 given.append(each if type(each) in PLAIN else self._noted_for_module(each))
         return tuple(given), self._noted_for_module(kwargs) if kwargs else _NOTHING
+
+    def note_state(self, module: nn.Module) -> None:
+        """What it holds in attributes before its first call in this step."""
+        if self.tape is not None and id(module) not in self.tape.states and _is_grad_enabled():
+            noted = self._states.of(module)
+            if noted:
+                self.tape.states = {**self.tape.states, id(module): noted}
 
     def after_module(self, call: Call, made: list[Tensor]) -> None:
         """It has returned the tensors ``made``; ``call.taped`` is what ``before_module`` returned."""

@@ -22,7 +22,7 @@ from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
 from nanguard.records.healthy import healthy_reading
 from nanguard.records.steps import Found, Reading, Verdict
-from nanguard.source.frames import runs_user_code
+from nanguard.source.frames import Place, runs_user_code
 from nanguard.state.discarded import LastForward
 from nanguard.state.islands import Islands
 from nanguard.state.names import unwrapped
@@ -85,6 +85,8 @@ class StepParts:
     fp32_fix: Callable[[Sequence[str]], str] = _fp32_fix
     network: str = ""
     other_parts: Callable[[], Sequence[StepParts]] = tuple
+    optimizer_made_at: Place | None = None
+    """The line, if this was seen, and if there is one optimizer."""
     steps_in_backward: bool = False
     first_sizes: ParameterSizes | None = None
     may_be_captured: bool = True

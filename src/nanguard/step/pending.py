@@ -102,6 +102,8 @@ class PendingStep:
     knows_loss: bool = True
     in_microbatch: bool = False
     has_begun: bool = False
+    is_outside: bool = False
+    """Whether it stands for what the program did between two steps, with any of its networks."""
     is_in_backward: bool = False
     num_stepped_before: int = 0
     flags: list[Tensor] = field(default_factory=list)

@@ -7,7 +7,7 @@ batch, a parameter) is held, with its version. Calls of the model are rows too. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from nanguard import _compat, _compat_modes
-from nanguard.source.arguments import argument_names, names_beside_number
+from nanguard.source.arguments import argument_names, name_of_iterated, names_beside_number
 from nanguard.source.frames import Place, SavedPosition, place_of
 from nanguard.state.rng import RngState
 from nanguard.state.trees import PLAIN, is_float, mapped, tensors, tensors_returned
 from nanguard.step.calls import Call
+from nanguard.step.module_states import NotedState
 
 
 def words(text: str) -> frozenset[str]:
@@ -113,6 +114,8 @@ class Row(NamedTuple):
         if isinstance(self.code, SavedPosition):
             return list(self.code.names)
         is_method = self.function is not None and getattr(Tensor, self.name, None) is self.function
+        if self.name == "unbind" and (iterated := name_of_iterated(self.code, self.at)):
+            return [iterated, *[""] * (len(self.args) - 1)]
         if len(self.args) == 2 and not tokens(self.args[1]):
             return names_beside_number(
                 self.code, self.at, is_reflected=self.name.startswith("__r"), is_method=is_method
@@ -163,6 +166,8 @@ class CallTape:
     raised: int | None = None
     transformed: int | None = None
     changes: Mapping[tuple[CodeType | None, int], tuple[str, ref[Tensor]]] = MappingProxyType({})
+    states: Mapping[int, Sequence[NotedState]] = MappingProxyType({})
+    """By the identity of the module that was called: what it and those inside it held before its first call."""
 
     def __init__(self, rows: dict[int, tuple[Any, ...]] | None = None, losses: list[TapedLoss] | None = None) -> None:
         self.rows = {} if rows is None else rows

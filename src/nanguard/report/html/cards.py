@@ -215,6 +215,7 @@ def _data(diagnosis: Diagnosis, bundle: Bundle | None) -> Iterator[Child]:
             "index " if len(diagnosis.samples) == 1 else "indices ",
             tag("strong", records),
             ", if collate_fn keeps the order" if diagnosis.is_order_assumed else "",
+            ", finite if it is read again" if diagnosis.is_record_finite else "",
         )
     if diagnosis.element is not None:
         shape = " x ".join(map(str, diagnosis.shape)) or "one number"
