@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from types import CodeType
 
@@ -35,6 +36,7 @@ def name_of_entry(name: str, code: CodeType | None, at: int, place: int, num: in
     return f"an entry of {ast.unparse(whole)}" if isinstance(whole, (ast.Name, ast.Attribute, ast.Subscript)) else name
 
 
+@functools.lru_cache(maxsize=64)
 def _around(code: CodeType | None, at: int) -> tuple[ast.expr | None, ast.comprehension] | None:
     """What the innermost comprehension around a position is assigned to, None if nothing, and its only loop."""
     if code is None or not hasattr(code, "co_positions"):
