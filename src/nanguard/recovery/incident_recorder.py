@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nanguard.diagnosis import lines_in_place
+from nanguard.diagnosis import authorship, lines_in_place
 from nanguard.diagnosis.causes import with_remedy
 from nanguard.diagnosis.exam import Past
 from nanguard.diagnosis.scheduler import DiagnosisScheduler
@@ -15,7 +15,7 @@ from nanguard.diagnosis.state_faults import absurd_rate
 from nanguard.diagnosis.taped import repeatable
 from nanguard.incidents.bundle import Bundles, Kept
 from nanguard.incidents.tape_writer import RepeatableTape
-from nanguard.records.diagnosis import Diagnosis, Source
+from nanguard.records.diagnosis import Diagnosis
 from nanguard.records.steps import Outcome, Reading
 from nanguard.records.words import listed
 from nanguard.run_folder import as_seen
@@ -98,7 +98,9 @@ class IncidentRecorder:
             return diagnosis  # the update, or the program, was seen to write to them in this very step
         names = listed(reading.damaged)
         last = reading.step - 1
-        is_by_program, lines = self._parts.update_checks.had(last), self._lines_that_write(pending)
+        is_by_program, files = self._parts.update_checks.had(last), self._files(pending)
+        lines = lines_in_place.lines_that_write(files)
+        line = lines[0] if is_by_program and len(lines) == 1 else None
         by = "by its update, or by the program"
         if is_by_program:
             by = "by the program, since the update of that step was finite"
@@ -112,13 +114,15 @@ class IncidentRecorder:
         elif (absurd := absurd_rate(rates)) is not None:
             cause = "learning_rate_too_high"
             because = f"{names} became non-finite after step {last:,}, which had a learning rate of {absurd:g}"
-        elif why := self._impossible_state(reading.damaged):
+        elif found := self._impossible_state(reading.damaged):
+            key, why = found
             cause, because = "optimizer_state_corrupted", f"{names} became non-finite after step {last:,}, since {why}"
+            line = authorship.line_that_sets_entry(key, files)
         damaged = replace(
             diagnosis,
             phase="optimizer" if cause == "optimizer_state_corrupted" else diagnosis.phase,
             cause=cause,
-            source=lines[0] if is_by_program and len(lines) == 1 else None,
+            source=line,
             is_line_traced=False,
             op="",
             batch=None if reading.batch is None else max(0, reading.batch - 1),
@@ -129,22 +133,25 @@ class IncidentRecorder:
         )
         return with_remedy(damaged)
 
-    def _impossible_state(self, names: Sequence[str]) -> str:
-        """What the optimizer's state of these parameters cannot have come to by itself. A checkpoint may hold it."""
+    def _impossible_state(self, names: Sequence[str]) -> tuple[str, str] | None:
+        """What the optimizer's state of these parameters cannot have come to by itself, and why not.
+
+        A checkpoint may hold it, or the program may have written it.
+        """
         for optimizer in self._parts.skippable.optimizers:
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 name = self._parts.state.name_of(param)
                 key, why = impossible(optimizer.state.get(param, {})) if f"model.{name}" in names else ("", "")
                 if why:
-                    return f"{key} of {name} {why}"
-        return ""
+                    return key, f"{key} of {name} {why}"
+        return None
 
-    def _lines_that_write(self, pending: PendingStep) -> list[Source]:
-        """Of the program, to tensors: some of them may be weights. Found by reading it."""
+    def _files(self, pending: PendingStep) -> list[str]:
+        """Of the program."""
         taped = pending.tape.functions if pending.tape is not None else ()
         functions = [micro.loss_fn for micro in pending.microbatches]
         files = user_files([*functions, *map(type, self._parts.state.own_model.modules())])
-        return lines_in_place.lines_that_write(dict.fromkeys([*files, *(file for file, _ in taped)]))
+        return list(dict.fromkeys([*files, *(file for file, _ in taped)]))
 
     @property
     def is_interrupted(self) -> bool:
