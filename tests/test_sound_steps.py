@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -301,6 +302,30 @@ def test_learning_rates_that_change_are_those_of_the_run_log(tmp_path: Path) -> 
     steps = [each for each in logged(tmp_path / "run") if each["event"] == "step"]
     assert [each["step"] for each in steps] == list(range(STEPS))
     assert [each["lrs"][0] for each in steps] == [0.01 * 0.5**number for number in range(STEPS)]
+
+
+@pytest.mark.parametrize("make", [Plain, Counting, TinyNet])
+@pytest.mark.parametrize("bad", [5, 6, BAD, None])
+def test_an_optimizer_that_is_not_fused_any_more_is_guarded_by_asking(make: Any, bad: int | None) -> None:
+    """The state of one that was not fused is loaded before step 6: the device cannot skip its steps."""
+
+    def unfuse(number: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if number == 5:
+            state = copy.deepcopy(optimizer.state_dict())
+            for group in state["param_groups"]:
+                group["fused"] = None
+            optimizer.load_state_dict(state)
+
+    plain = train(make, "late", BATCHES, unfuse) if bad is None else None
+    with nanguard.install(sync="late") as autopilot:
+        guarded = train(make, "late", BATCHES if bad is None else poisoned(BATCHES, bad), unfuse)
+        assert hosted_step(autopilot).sync == "eager"
+    assert plain is None or differences(plain, guarded) == []
+    assert autopilot.counts["applied"] + autopilot.counts["skipped"] + autopilot.counts["lost"] == STEPS
+    assert [each.outcome.verdict.reading.step for each in autopilot.incidents] == ([] if bad is None else [bad])
+    finite = [value.isfinite().all() for value in guarded.values() if isinstance(value, Tensor)]
+    assert finite
+    assert all(finite)
 
 
 FORKS = """

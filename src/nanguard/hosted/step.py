@@ -35,6 +35,7 @@ from nanguard.state.optimizer_traits import traits_of
 from nanguard.state.training_modes import TrainingModes
 from nanguard.step.assembly import assemble, choose_snapshots, choose_sync
 from nanguard.step.calls import Call
+from nanguard.step.optimizers import is_still_fused
 from nanguard.step.parts import StepParts
 from nanguard.step.pending import PendingStep
 from nanguard.step.ranks import Ranks
@@ -280,13 +281,16 @@ class HostedStep(ScaledSteps):
             trained.take(params, names_in_sight(params))
             self.parts.look_again()
 
-    def ask_the_host(self) -> None:
-        """From now on the host decides before each step, since other optimizers may step in between."""
+    def ask_the_host(self, *, is_noted: bool = False) -> None:
+        """From now on the host decides before each step. ``is_noted``: the step that is open has noted its buffers.
+
+        Other optimizers may step in between, or the device cannot skip a step any more.
+        """
         if self.sync == "late":
             self.sync = "eager"
             self.engine.ask_the_host()
             self.sound = sound_steps_of(self, is_allowed=self._may_be_sound)
-            self.open()
+            self.open(notes_later=is_noted)
 
     def forbid_tracing(self) -> None:
         """No step is traced as it runs from now on."""
@@ -300,6 +304,8 @@ class HostedStep(ScaledSteps):
         is under way. ``after_backward`` is called when it has ended.
         """
         self.num_calls += 1
+        if self.sync == "late" and not is_still_fused(self.optimizer):
+            self.ask_the_host(is_noted=True)
         parts, skippable, is_eager = self.parts, self.skippable, self.sync == "eager"
         pending = parts.pending or self._pending(in_backward=in_backward)
         pending.is_in_backward = in_backward

@@ -162,11 +162,15 @@ def _can_be_fused(optimizer: Optimizer) -> bool:
     return traits_of(optimizer).can_be_fused and not _compat.skips_on_device(optimizer)
 
 
+def is_still_fused(optimizer: Optimizer) -> bool:
+    """Of one that was: loading the state of another one may have changed that."""
+    return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
 def _check_still_fused(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if not group.get("fused", True):
-            raise ProtocolError(
-                f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after "
-                "loading the state of one that was not: set group['fused'] = True in its param_groups, or use "
-                "sync='eager'"
-            )
+    if not is_still_fused(optimizer):
+        raise ProtocolError(
+            f"{type(optimizer).__name__} was made with fused=True but has a group that is not fused, as after "
+            "loading the state of one that was not: set group['fused'] = True in its param_groups, or use "
+            "sync='eager'"
+        )
