@@ -40,14 +40,14 @@ def _why_zero(denominator: object) -> str:
     """Words for a mean by hand over nothing, and for data that are normalised although they do not differ."""
     while isinstance(denominator, Note) and denominator.op in _SAME_VALUES and denominator.parents:
         denominator = denominator.parents[0]
-    if not isinstance(denominator, Note) or not denominator.parents:
+    if not isinstance(denominator, Note):
         return ""
     if denominator.op in SPREADS:
         return ": the denominator is the spread of values that are all equal"
-    if denominator.op == "sub" and len(denominator.parents) == 2:
+    if denominator.op == "sub":
         return ": the denominator is a difference of equal values, such as the maximum and the minimum"
-    is_sum_of_zeros = denominator.op in ("sum", "mean") and denominator.parents[0].look.low >= 0
-    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * is_sum_of_zeros
+    is_sum = denominator.op in ("sum", "mean") and bool(denominator.parents) and denominator.parents[0].look.low >= 0
+    return ": the denominator is a sum of zeros, such as a mask that leaves nothing" * is_sum
 
 
 def ignored_label(case: Case) -> float | None:
