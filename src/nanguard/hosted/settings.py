@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,10 @@ from nanguard.run_folder import RunFolder
 if TYPE_CHECKING:  # without torch: the program imports it when it likes
     from nanguard.diagnosis.scheduler import How
     from nanguard.incidents.bundle import CaptureLevel
+    from nanguard.state.islands import Islands
     from nanguard.step.observers import Observer
+
+log = logging.getLogger("nanguard")
 
 
 def patient_policy() -> Policy:
@@ -60,6 +64,14 @@ class Settings:
         if not self.script:
             return f"torch.autocast(..., enabled=False) around {' and '.join(modules)}, with .float() inputs"
         return f"nanguard run {' '.join(f'--keep-fp32 {shlex.quote(name)}' for name in modules)} ..."
+
+    def keep_in_fp32(self, islands: Islands, level: int) -> None:
+        """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
+        for name in self.keep_fp32:
+            try:
+                islands.keep(name)
+            except ValueError as error:
+                log.log(level, "%s is not kept in fp32: %s", name, error)
 
     def for_one_rank_alone(self) -> Settings:
         """For a rank that trains with ranks that are not guarded: nothing that would make its weights differ.

@@ -106,7 +106,7 @@ class HostedStep(ScaledSteps):
             ),
         )
         self.parts.fp32_fix, self.parts.may_be_captured = settings.fp32_fix, not can_trace
-        self._keep_in_fp32(settings.keep_fp32, logging.INFO if shares else logging.WARNING)
+        settings.keep_in_fp32(self.parts.islands, logging.INFO if shares else logging.WARNING)
         self.parts.journal.share_numbers(shared.numbers)
         would_wait = was_skipped is not None and ranks.size > 1  # a rank that asks alone gets no answer
         is_asked = shares or traits_of(optimizer).needs_closure or would_wait
@@ -145,14 +145,6 @@ class HostedStep(ScaledSteps):
         self.sound = sound_steps_of(self, is_allowed=self._may_be_sound)
         self.has_called = False  # a module was called since the last step
         self._are_training: list[bool] = []  # the outermost modules, at their last call
-
-    def _keep_in_fp32(self, names: Sequence[str], level: int) -> None:
-        """Logs a name that is not there; ``level`` is low if another optimizer may train that module."""
-        for name in names:
-            try:
-                self.parts.islands.keep(name)
-            except ValueError as error:
-                log.log(level, "%s is not kept in fp32: %s", name, error)
 
     def count_from(self, step: int) -> None:
         """The next step has this number."""
