@@ -42,8 +42,6 @@ from nanguard.step.ranks import Ranks
 from nanguard.step.tape_recorder import TapeRecorder
 from nanguard.wiring import make_engine, make_journal
 
-log = logging.getLogger("nanguard")
-
 _LAST_ADVICE = "none known; nanguard run --trace follows every step as it runs, and may show it if it happens again"
 _ADVICE = "none yet: some of the next steps are traced, to find it if it happens again; --trace does so from step 0 on"
 
