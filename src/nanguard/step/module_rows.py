@@ -85,7 +85,7 @@ class ModuleRows(SwitchedMode):
     def _from_outside(self, tensor: Tensor) -> Outside:
         known, version = self._outside.get(id(tensor)), _compat.version(tensor)
         if known is None or known.version != version:
-            kept = _copy_of_data(tensor) if self._keeps else None
+            kept = _copy_of_data(tensor) if self._keeps and _is_grad_enabled() else None
             known = self._outside[id(tensor)] = Outside(tensor, version, kept)
         return known
 
