@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanguard import _compat
+from nanguard._compat_modes import NoGrad
 from nanguard.state.names import plain_name
 from nanguard.state.noted import Bank, Slot, is_fixed
 
@@ -50,7 +51,10 @@ class Undo:
 
     def note_(self) -> Copies:
         """Copies what may have changed. Returns copies of what only the host can put back."""
-        return self._note_() if self._slots else {}
+        if not self._slots:
+            return {}
+        with NoGrad():  # at every step: torch's own takes as long as a copy
+            return self._note_()
 
     def is_noted(self) -> bool:
         """Whether torch has counted no write since ``note_``, so that it need not be called again.
@@ -137,7 +141,6 @@ class Undo:
         """Whether something here can only be put back by the host."""
         return bool(self._loose) or not all(slot.fits for slot in self._slots.values())
 
-    @torch.no_grad()
     def _note_(self) -> Copies:
         if not self._loose and not self._large and all(map(Bank.unchanged, self._banks)):
             for bank in self._banks:
