@@ -65,7 +65,7 @@ def with_remedy(diagnosis: Diagnosis) -> Diagnosis:
     row = row_of(diagnosis.cause)
     words = next((words for pattern, words in row.fixes if fnmatchcase(diagnosis.op, pattern)), row.fix)
     if diagnosis.cause == "overflow_any_precision" and rules.factor_of(diagnosis.op, diagnosis.operands):
-        words = "lower this number, or what it is multiplied with"
+        words = "lower this number, or the values that it is used with"
     return replace(diagnosis, title=row.title, fix=Fix(words=words), remedies=row.helps)
 
 

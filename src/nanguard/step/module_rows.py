@@ -21,7 +21,10 @@ SWEEP_AFTER_CALLS = 32
 """Then rows that nothing depends on any more are removed: an evaluation with gradients on holds its data otherwise."""
 
 _WATCHED_STEPS = 8
+"""In these first steps a copy of what modules are given is kept; after them only if a module writes to it."""
+
 _LARGEST_COPY = 1 << 22
+"""In elements: a larger tensor is not copied."""
 
 _NOTHING: dict[str, Any] = {}
 _is_grad_enabled, _is_transformed = torch.is_grad_enabled, _compat_modes.is_transformed
