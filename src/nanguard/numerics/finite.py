@@ -22,12 +22,12 @@ def nonfinite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return flag
 
 
-def raise_flag_(flag: Tensor, values: Tensor, one: Tensor | None = None) -> None:
+def raise_flag_(flag: Tensor, values: Tensor) -> None:
     """Sets a 0-dim float32 ``flag`` to 1 if any of ``values`` is NaN or Inf, else leaves it. Does not sync.
 
-    ``values`` are float32 or float64. A caller in a hurry passes a 0-dim float32 ``one`` that it keeps.
+    ``values`` are float32 or float64.
     """
-    _compat_kernels.raise_if_nonfinite_(flag, values, torch.ones_like(flag) if one is None else one)
+    _compat_kernels.raise_if_nonfinite_(flag, values, torch.ones_like(flag))
 
 
 def zero_if_(tensors: Sequence[Tensor], flag: Tensor) -> None:
