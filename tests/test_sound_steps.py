@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import nanguard
 from helpers import NAN, TinyNet, differences, everything, make_batches, poisoned
 from nanguard.hosted.sound import AskedSteps, LateSteps
+from nanguard.records.healthy import sound_reading
 from nanguard.state.readback import AsyncReadback
 from nanguard.step.journal import Journal
 from nanguard.step.observers import Observers
@@ -378,7 +379,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         record(journal, outcome)
         readings.append(outcome.verdict.reading)
 
+    hear_together = Observers.hear_together
+
+    def noting_together(observers: Observers, steps: Any) -> None:
+        hear_together(observers, steps)
+        readings.extend(sound_reading(*each) for each in steps)
+
     monkeypatch.setattr(Journal, "record", noting)
+    monkeypatch.setattr(Observers, "hear_together", noting_together)
     return readings
 
 
@@ -427,6 +435,11 @@ class Hearing(nanguard.Observer):
         self.steps.append(outcome.verdict.reading.step)
 
 
+class Patient(Hearing):
+    def hear_together(self, steps: Any) -> None:
+        self.steps += [step for step, *_ in steps]
+
+
 def test_steps_wait_to_be_recorded_only_if_no_observer_of_the_user_hears_of_them() -> None:
     observer = Hearing()
     journal = Journal(Observers([observer]))
@@ -434,8 +447,7 @@ def test_steps_wait_to_be_recorded_only_if_no_observer_of_the_user_hears_of_them
         journal.add_sound((step, 1.0, (1.0,), (0.1,)))
         assert observer.steps == list(range(step + 1))
 
-    waiting = Hearing()
-    waiting.may_wait = True
+    waiting = Patient()
     journal = Journal(Observers([waiting]))
     for step in range(3):
         journal.add_sound((step, 1.0, (1.0,), (0.1,)))

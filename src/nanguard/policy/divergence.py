@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 _EVERY = 8
@@ -95,7 +95,8 @@ class Trend:
         return self.beyond >= rule.sustain
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "calm": list(self.calm), "undecided": list(self.undecided)}
+        kept = {name: getattr(self, name) for name in self.__slots__}
+        return {**kept, "calm": list(self.calm), "undecided": list(self.undecided)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trend:

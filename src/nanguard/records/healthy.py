@@ -66,9 +66,14 @@ SoundStep = tuple[int, float, tuple[float, ...], tuple[float | None, ...]]
 """Its number, its loss, the norms and the learning rates."""
 
 
+def sound_reading(step: int, loss: float, norms: tuple[float, ...], lrs: tuple[float | None, ...]) -> Reading:
+    """Of a step outside ``guard.epoch`` in which nothing was non-finite."""
+    return healthy_reading(step, 0, None, loss, loss, norms, lrs, 0)
+
+
 def sound_outcome(step: int, loss: float, norms: tuple[float, ...], lrs: tuple[float | None, ...]) -> Outcome:
-    """Of a step outside ``guard.epoch`` in which nothing was non-finite, and that was applied."""
-    return applied(healthy_verdict(healthy_reading(step, 0, None, loss, loss, norms, lrs, 0)))
+    """As ``sound_reading``, of a step that was applied."""
+    return applied(healthy_verdict(sound_reading(step, loss, norms, lrs)))
 
 
 def applied(verdict: Verdict) -> Outcome:

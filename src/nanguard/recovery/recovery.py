@@ -67,7 +67,7 @@ class Recovery:
     def watch(self, pending: PendingStep, verdict: Verdict) -> Outcome | None:
         """A healthy step: lets snapshots and the trend of the loss know. An outcome if the loss has diverged."""
         journal, rule, reading = self._parts.journal, self._rule, verdict.reading
-        journal.recent.append(reading)
+        journal.add_recent(reading)
         if rule is not None:
             journal.trend = journal.trend.after(reading.mean_loss, rule)
         if self.ring is not None and self.ring.candidate is not None:

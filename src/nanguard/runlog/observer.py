@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanguard.records.healthy import SoundStep
 from nanguard.records.steps import Incident, Outcome
 from nanguard.run_folder import RunFolder
 from nanguard.runlog.writer import SCHEMA, RunLog
@@ -14,8 +15,6 @@ from nanguard.step.observers import Observer
 
 class RunLogObserver(Observer):
     """Writes each step, incident and event. ``optimizer`` is added to every line if several guards share one log."""
-
-    may_wait = True
 
     def __init__(self, run_dir: str | Path | RunFolder, *, optimizer: str = "") -> None:
         self._log = RunLog(run_dir, optimizer=optimizer)
@@ -32,6 +31,10 @@ class RunLogObserver(Observer):
         self._log.write_step(reading, skipped=not outcome.applied)
         if outcome.action.response == "back_off":
             self._log.write("overflow", step=reading.step, epoch=reading.epoch, scale=reading.scale)
+
+    def hear_together(self, steps: Sequence[SoundStep]) -> None:
+        """As ``on_heard``, for several healthy steps."""
+        self._log.write_sound_steps(steps)
 
     def on_incident(self, incident: Incident) -> None:
         event = "drop" if incident.outcome.action.response in ("apply", "drop_gradients") else "incident"

@@ -17,10 +17,13 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from nanguard.records.healthy import SoundStep
 from nanguard.records.plain import plain
 from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Reading
@@ -48,7 +51,7 @@ _FRAME = ("run", "optimizer", "end")
 
 log = logging.getLogger("nanguard")
 
-StepFacts = tuple[float, Reading, bool]
+StepFacts = tuple[float, "Reading | SoundStep", bool]
 
 
 def stride(step: int) -> int:
@@ -89,6 +92,10 @@ class RunLog:
         """Adds a step. It is written soon, or held in case an incident follows, and then dropped."""
         self._pages.add_step(reading, skipped=skipped)
 
+    def write_sound_steps(self, steps: Sequence[SoundStep]) -> None:
+        """As ``write_step`` for each of them, in less time."""
+        self._pages.add_sound_steps(steps)
+
     def close(self) -> None:
         """Writes what is buffered, including the last step."""
         self._pages.finish()
@@ -113,18 +120,31 @@ class _Pages:
         self._flushed_at = self._step_at = time.time()
 
     def add_step(self, reading: Reading, *, skipped: bool) -> None:
-        if not self._works:
-            return
-        now, step = time.time(), reading.step
-        self._leave_to_parent()
-        self._is_worth_keeping = True
-        is_wanted = skipped or step < EVERY_STEP_UNTIL or self._all_for > 0 or step % stride(step) == 0
+        if self._works:
+            now = time.time()
+            self._leave_to_parent()
+            self._add(now, reading.step, (now, reading, skipped), always=skipped)
+            self._flush_if_due(now)
+
+    def add_sound_steps(self, steps: Sequence[SoundStep]) -> None:
+        if self._works:
+            now = time.time()
+            self._leave_to_parent()
+            for each in steps:
+                self._add(now, each[0], (now, each, False))
+            self._flush_if_due(now)
+
+    def _add(self, now: float, step: int, facts: StepFacts, *, always: bool = False) -> None:
+        is_wanted = always or step < EVERY_STEP_UNTIL or self._all_for > 0 or step % stride(step) == 0
         if is_wanted or not 0 <= now - self._step_at < _LONGEST_GAP:  # the clock may be set back
             self._all_for -= 1
             self._step_at = now
-            self._lines.append((now, reading, skipped))
+            self._lines.append(facts)
         else:
-            self._held.append((now, reading, skipped))
+            self._held.append(facts)
+
+    def _flush_if_due(self, now: float) -> None:
+        self._is_worth_keeping = True
         is_due = not 0 <= now - self._flushed_at < _SECONDS_UNWRITTEN or len(self._lines) >= _LINES_UNWRITTEN
         if is_due or not self._folder.is_made:
             self._flush(now)
@@ -162,12 +182,17 @@ class _Pages:
 
     def _line_of(self, facts: StepFacts) -> str:
         now, reading, skipped = facts
-        at = "null" if reading.batch is None else reading.batch
-        norms, lrs = ",".join(map(_number, reading.norms)), ",".join(map(_number, reading.lrs))
         rest = _SKIPPED + self._by_text if skipped else self._by_text
+        if isinstance(reading, tuple):
+            (step, loss, norms, lrs), epoch, at, scale = reading, 0, "null", "null"
+        else:
+            step, loss, norms, lrs = reading.step, reading.loss, reading.norms, reading.lrs
+            at = "null" if reading.batch is None else str(reading.batch)
+            epoch, scale = reading.epoch, _number(reading.scale)
+        norm = _number(norms[0]) if len(norms) == 1 else ",".join(map(_number, norms))
         return (
-            f'{{"event":"step","time":{now:.3f},"step":{reading.step},"epoch":{reading.epoch},"batch":{at}'
-            f',"loss":{_number(reading.loss)},"norms":[{norms}],"lrs":[{lrs}],"scale":{_number(reading.scale)}{rest}}}\n'
+            f'{{"event":"step","time":{now:.3f},"step":{step},"epoch":{epoch},"batch":{at},"loss":{_number(loss)}'
+            f',"norms":[{norm}],"lrs":[{_rates(lrs)}],"scale":{scale}{rest}}}\n'
         )
 
     def _leave_to_parent(self) -> None:
@@ -221,3 +246,8 @@ def _number(value: float | None) -> str:
     if value is None:
         return "null"
     return repr(float(value)) if math.isfinite(value) else f'"{float(value)}"'
+
+
+@lru_cache(maxsize=4)  # learning rates are the same for many steps, and all digits of a number take their time
+def _rates(values: tuple[float | None, ...]) -> str:
+    return ",".join(map(_number, values))

@@ -44,25 +44,3 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, by names without prefixes of wrappers."""
     inner = unwrapped(model)
     return {plain_name(name): tensor for name, tensor in (*inner.named_parameters(), *inner.named_buffers())}
-
-
-def tensor_slots(module: nn.Module, prefix: str, *, buffers_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, those that are there; one that has two names once."""
-    seen: set[int] = set()
-    for name, (owner, key) in tensor_places(module, prefix, buffers_only=buffers_only):
-        buffers = _compat.buffers_of(owner)
-        tensor = buffers[key] if key in buffers else _compat.parameters_of(owner).get(key)
-        if tensor is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def tensor_places(
-    module: nn.Module, prefix: str, *, buffers_only: bool = False
-) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    for path, owner in module.named_modules():
-        buffers = _compat.buffers_of(owner)
-        keys = (*buffers,) if buffers_only else (*_compat.parameters_of(owner), *buffers)
-        if keys:
-            start = plain_name(f"{prefix}.{path}")
-            yield from ((f"{start}.{key}", (owner, key)) for key in keys)

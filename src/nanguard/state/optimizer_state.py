@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Node = dict[str, Any]
+States = list[list[tuple[str, Any]]]
+"""Of each optimizer, the state of each parameter, by its name."""
 
 
 def skeleton(value: Any, path: str) -> Node:
@@ -37,6 +39,20 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for i, child in enumerate(value):
             yield from leaves(child, f"{path}.{i}")
+
+
+def tensors_of(states: States) -> dict[str, Tensor]:
+    """By name, the tensors of all optimizers."""
+    found: dict[str, Tensor] = {}
+    for i, named in enumerate(states):
+        for name, state in named:
+            found.update(leaves(state, f"optimizer.{i}.{name}"))
+    return found
+
+
+def skeletons(states: States) -> list[dict[str, Node]]:
+    """For each optimizer the trees of its state; names are those of ``tensors_of``."""
+    return [{name: skeleton(state, f"optimizer.{i}.{name}") for name, state in named} for i, named in enumerate(states)]
 
 
 def references(node: Node) -> Iterator[str]:

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.state.casts import to_fp32_
 from nanguard.state.module_attributes import ModuleAttributes
-from nanguard.state.names import names_of, plain_name, tensor_places, tensor_slots, unwrapped
+from nanguard.state.names import names_of, plain_name, unwrapped
 from nanguard.state.nonfinite import nonfinite_names
-from nanguard.state.optimizer_state import Node, filled, leaves, references, skeleton
+from nanguard.state.optimizer_state import Node, States, filled, references, skeletons, tensors_of
 from nanguard.state.rng import RngReader, RngState
 from nanguard.state.schedule import Schedule, ScheduleNote
+from nanguard.state.tensor_places import Places, buffers_in, shapes_in, tensor_places, tensors_in
 from nanguard.state.undo import Undo
 
 Facts = dict[str, Any]
@@ -114,7 +115,10 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step may change, as it is now; the tensors themselves, not copies."""
-        return {**dict(self._of_models()), **dict(self._of_optimizers()), **dict(self._of_components())}
+        return self._tensors(self._places(), self._states())
+
+    def _tensors(self, places: Places, states: States) -> dict[str, Tensor]:
+        return {**self._of_models(places), **tensors_of(states), **dict(self._of_components())}
 
     def nonfinite(self) -> tuple[str, ...]:
         """Names of ``tensors()`` that hold NaN or Inf. Syncs."""
@@ -128,26 +132,33 @@ class TrainingState:
 
     def of_model(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model alone, by their names in ``tensors()``."""
-        return dict(tensor_slots(self.own_model, "model"))
+        return tensors_in(self._places())
 
     def buffer_names(self) -> set[str]:
         """Names in ``tensors()`` of what the forward pass may write to."""
-        return {name for name, _ in tensor_slots(self.own_model, "model", buffers_only=True)}
+        return buffers_in(self._places())
 
     # ---- copying and putting back --------------------------------------------------------------------------------
 
-    def facts(self) -> Facts:
-        """Everything else, copied."""
+    def now(self) -> tuple[dict[str, Tensor], set[str], Callable[[], Facts]]:
+        """``tensors()``, ``buffer_names()``, and a function that copies everything else.
+
+        The modules are looked through once: snapshots are taken often.
+        """
+        places, states = self._places(), self._states()
+        return self._tensors(places, states), buffers_in(places), lambda: self._facts(places, states)
+
+    def _facts(self, places: Places, states: States) -> Facts:
         note = self.schedule.note(everything=True)
         return {
             "schedule": {"options": note.options, "schedulers": note.schedulers, "factor": note.factor},
-            "optimizers": self._skeletons(),
+            "optimizers": skeletons(states),
             "rng": self.rng_reader.now().as_dict(),
-            "models": [name for name, _ in self._of_models()],
+            "models": list(self._of_models(places)),
             "extra": {path: copy.deepcopy(module.get_extra_state()) for path, module in self._with_extra_state()},
-            "parameters": {name: list(tensor.shape) for name, tensor in self._parameter_places()},
+            "parameters": shapes_in(places),
             "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
-            "none": [name for name, owner, key in self._buffer_places() if _compat.buffers_of(owner)[key] is None],
+            "none": [place.name for place in places if place.is_buffer and place.tensor is None],
             "components": {name: component.facts() for name, component in self._components.items()},
             "component_tensors": [name for name, _ in self._of_components()],
         }
@@ -232,7 +243,7 @@ class TrainingState:
 
     def _check(self, facts: Facts) -> None:
         """Raises ``ValueError`` if the run is not the one that was copied, before anything is written."""
-        now, then = {name: list(tensor.shape) for name, tensor in self._parameter_places()}, facts["parameters"]
+        now, then = shapes_in(self._places()), facts["parameters"]
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
         odd = sorted(name for name in now.keys() | then.keys() if now.get(name, then.get(name)) != then.get(name))
         odd += sorted(then.keys() - now.keys())
@@ -243,11 +254,8 @@ class TrainingState:
                 f"the snapshot of step {facts['step']} is of another model or optimizer ({what}): nothing was put back"
             )
 
-    def _parameter_places(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (owner, key) in tensor_places(self.own_model, "model"):
-            parameter = _compat.parameters_of(owner).get(key)
-            if parameter is not None:
-                yield name, parameter
+    def _places(self) -> Places:
+        return tensor_places(self.own_model, "model")
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that keep something of their own in a checkpoint."""
@@ -255,15 +263,12 @@ class TrainingState:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield plain_name(path), module
 
-    def _buffer_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name, (owner, key) in tensor_places(self.own_model, "model", buffers_only=True):
-            yield name, owner, key
-
-    def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        yield from tensor_slots(self.own_model, "model")
+    def _of_models(self, places: Places) -> dict[str, Tensor]:
+        found = tensors_in(places)
         if self.ema is not None:
-            yield from tensor_slots(self.ema, "ema")
-        yield from self._outside().items()
+            found.update(tensors_in(tensor_places(self.ema, "ema")))
+        found.update(self._outside())
+        return found
 
     def _outside(self) -> dict[str, Tensor]:
         """Parameters that an optimizer steps and the model does not have."""
@@ -277,21 +282,12 @@ class TrainingState:
             return self._outside()
         return found
 
-    def _of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
-        for i, states in self._states():
-            for name, state in states:
-                yield from leaves(state, f"optimizer.{i}.{name}")
-
     def _of_components(self) -> Iterator[tuple[str, Tensor]]:
         for name, component in self._components.items():
             yield from ((f"{name}.{key}", tensor) for key, tensor in component.tensors().items())
 
-    def _states(self) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
-        for i, optimizer in enumerate(self.optimizers):
-            yield i, [(self._name(key), state) for key, state in optimizer.state.items()]
-
-    def _skeletons(self) -> list[dict[str, Node]]:
-        return [{name: skeleton(state, f"optimizer.{i}.{name}") for name, state in each} for i, each in self._states()]
+    def _states(self) -> States:
+        return [[(self._name(key), state) for key, state in o.state.items()] for o in self.optimizers]
 
     def _owners(self) -> list[dict[str, Any]]:
         """For each optimizer the keys that it may have state under, by name."""
@@ -311,12 +307,10 @@ class TrainingState:
         self, names: Iterable[str], live: Mapping[str, Tensor], saved: Saved, *, none: set[str]
     ) -> None:
         """New tensors for buffers that are gone or have another shape now; those in ``none`` become None again."""
-        for name, owner, key in self._buffer_places():
-            if name in none:
+        for name, owner, key, _, is_buffer in self._places():
+            if is_buffer and name in none:
                 _compat.buffers_of(owner)[key] = None
-        places = {name: place for name, place in tensor_places(self.own_model, "model") if name in names}
-        for name, (owner, key) in places.items():
-            if key in _compat.buffers_of(owner) and (name not in live or not _fits(live[name], saved(name))):
+            if is_buffer and name in names and (name not in live or not _fits(live[name], saved(name))):
                 _compat.buffers_of(owner)[key] = saved(name).clone().to(self.device)
 
     def _replace_states(
@@ -349,7 +343,7 @@ class CapturedUpdate:
         self._state = state
         self._live = self._written()
         self._copies = {name: tensor.detach().clone() for name, tensor in self._live.items()}
-        self._owners, self._skeletons = state._owners(), state._skeletons()
+        self._owners, self._skeletons = state._owners(), skeletons(state._states())
         self._options = [[dict(group) for group in optimizer.param_groups] for optimizer in state.optimizers]
         self._known = {id(tensor) for tensor in self._live.values()}
         self._bad_before = {id(self._live[name]) for name in nonfinite_names(self._live)}
@@ -383,7 +377,7 @@ class CapturedUpdate:
 
     def _written(self) -> dict[str, Tensor]:
         params = {f"parameter.{self._state._name(p)}": p for o in self._state.optimizers for p in _params(o)}
-        return {**params, **dict(self._state._of_optimizers())}
+        return {**params, **tensors_of(self._state._states())}
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

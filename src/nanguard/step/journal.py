@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanguard.errors import NonFiniteError
 from nanguard.policy.divergence import Trend
-from nanguard.records.healthy import SoundStep, sound_outcome
+from nanguard.records.healthy import SoundStep, sound_outcome, sound_reading
 from nanguard.records.layout import fitted, terminal_width
 from nanguard.records.panel import halt_message
 from nanguard.records.steps import APPLY, Action, Incident, Incidents, Outcome, Progress, Reading, Verdict
@@ -44,9 +44,9 @@ class Journal:
         self.observers = observers or Observers()
         self.history: list[Outcome] = []
         self._counts: Counter[str] = Counter(dict.fromkeys(("applied", "skipped", "lost", "rerun", "backed_off"), 0))
-        self._last: Outcome | None = None
+        self._last: Outcome | SoundStep | None = None
         self.trend = Trend()
-        self._recent: deque[Reading] = deque(maxlen=64)
+        self._recent: deque[Reading | SoundStep] = deque(maxlen=64)
         self._refused_in_a_row = 0
         self._sound: list[SoundStep] = []
         self._sound_until = 0.0
@@ -72,14 +72,16 @@ class Journal:
         """Of the last step that the host has heard of."""
         if self._sound:
             self.catch_up()
+        if isinstance(self._last, tuple):
+            self._last = sound_outcome(*self._last)
         return self._last
 
     @property
-    def recent(self) -> deque[Reading]:
+    def recent(self) -> list[Reading]:
         """The last healthy steps."""
         if self._sound:
             self.catch_up()
-        return self._recent
+        return [sound_reading(*each) if isinstance(each, tuple) else each for each in self._recent]
 
     @property
     def refused_in_a_row(self) -> int:
@@ -113,11 +115,18 @@ class Journal:
     def catch_up(self) -> None:
         """Records the sound steps that wait."""
         waiting, self._sound = self._sound, []
-        if os.getpid() == self._pid:  # else a forked process has inherited them
-            for each in waiting:
-                outcome = sound_outcome(*each)
-                self._recent.append(outcome.verdict.reading)
-                self.record(outcome)
+        if not waiting or os.getpid() != self._pid:  # a forked process has inherited them
+            return
+        self._recent += waiting
+        self._last = waiting[-1]
+        self._counts["applied"] += len(waiting)
+        self._refused_in_a_row = 0
+        self.observers.hear_together(waiting)
+
+    def add_recent(self, reading: Reading) -> None:
+        """One of a healthy step that ``record`` is given."""
+        self.catch_up()
+        self._recent.append(reading)
 
     def record(self, outcome: Outcome) -> None:
         """Counts, remembers, and tells the observers; raises ``NonFiniteError`` if the policy says to halt."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from nanguard.records.healthy import SoundStep, sound_outcome
 from nanguard.records.steps import Incident, Outcome
 
 log = logging.getLogger("nanguard")
@@ -21,9 +22,6 @@ class Observer:
     only ``on_measured`` gets a tensor that may be on a GPU. If a method raises, the error is logged once and the
     observer is dropped; the run goes on.
     """
-
-    may_wait = False
-    """Whether ``on_heard`` may be called for several healthy steps together, a tenth of a second later."""
 
     wants_measurement = True
     """Whether ``on_measured`` has to be called for the open step. If no observer wants that, a CPU measures less."""
@@ -58,7 +56,10 @@ class Observer:
 
 
 class Observers:
-    """Calls a list of observers at each point. One that raises is dropped."""
+    """Calls a list of observers at each point. One that raises is dropped.
+
+    They ``may_wait`` if healthy steps may be told of by ``hear_together``, a tenth of a second later.
+    """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
@@ -95,11 +96,20 @@ class Observers:
                 waiting.remove(found)
                 found.load_state_dict(each["state"])
 
+    def hear_together(self, steps: Sequence[SoundStep]) -> None:
+        """As ``on_heard`` for each of these steps. If they all have a method of this name, that takes less time."""
+        if self.may_wait:
+            self._hear_together(steps)
+        else:
+            for each in steps:
+                self.on_heard(sound_outcome(*each))
+
     def _sort(self) -> None:
         self.measuring = [each for each in self._observers if _overridden(each, "on_measured") is not None]
         self.opening = [each for each in self._observers if _overridden(each, "on_open") is not None]
         hearing = [each for each in self._observers if _overridden(each, "on_heard") is not None]
-        self.may_wait = all(getattr(each, "may_wait", False) for each in hearing)
+        self.may_wait = all(_overridden(each, "hear_together") is not None for each in hearing)
+        self._hear_together = self._calling("hear_together")
         self.on_open = self._calling("on_open")
         self.on_measured = self._calling("on_measured")
         self.on_heard = self._calling("on_heard")
@@ -132,7 +142,7 @@ _METHODS = tuple(name for name in vars(Observer) if name.startswith("on_"))
 
 def _overridden(observer: Observer, name: str) -> Callable[..., None] | None:
     """The method, None if it is absent or the empty one of ``Observer``: a step must not pay for it."""
-    if getattr(type(observer), name, None) is getattr(Observer, name):
+    if getattr(type(observer), name, None) is getattr(Observer, name, None):
         return None
     method = getattr(observer, name, None)
     return method if callable(method) else None

@@ -162,15 +162,16 @@ class SnapshotRing:
         if self._disk is not None:
             self._disk.catch_up()  # it reads from the memory that is to be written to
         into, self._spare = self._spare, None
+        tensors, buffers, copy_facts = self._state.now()
         try:
-            copies = self._copier.take(self._state.tensors(), into, at_once=self._state.buffer_names())
+            copies = self._copier.take(tensors, into, at_once=buffers)
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
             del into
             self._go_without(f"the snapshot of step {step} does not fit into memory")
             return
-        facts = {**self._state.facts(), "data": self._data.mark(), "step": step}
+        facts = {**copy_facts(), "data": self._data.mark(), "step": step}
         self.candidate = Snapshot(step, facts, copies)
         if self._disk is not None:
             self._disk.write(step, copies, {**facts, "run": self._run_facts()})
