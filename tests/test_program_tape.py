@@ -25,7 +25,7 @@ BAD, STEPS = 3, 6
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert TapeRecorder._active.mode is None
+    assert TapeRecorder.active.mode is None
     assert torch._C._len_torch_function_stack() == 0
 
 

@@ -35,7 +35,7 @@ def nothing_is_left() -> Iterator[None]:
     gc.collect()  # guards of other tests
     apply = vars(torch.autograd.Function)["apply"]
     yield
-    assert TapeRecorder._active.mode is None
+    assert TapeRecorder.active.mode is None
     if vars(torch.autograd.Function)["apply"] is not apply:
         gc.collect()  # a guard that was not closed leaves nothing once it is gone
     assert vars(torch.autograd.Function)["apply"] is apply

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as _functional
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -96,6 +98,41 @@ def on_compiled_calls(entered: Any, left: Any, is_inside: list[Any]) -> Any:
             dynamo._maybe_set_eval_frame = original
 
     return undo
+
+
+def quicken_functional(active: Any) -> Callable[[], None]:
+    """Torch tells the mode ``active.mode`` of calls of ``torch.nn.functional`` in a third of the time.
+
+    That is, if no other mode is on: torch's own way takes ten calls of Python. Returns what undoes that.
+    """
+    original = functional.handle_torch_function
+
+    def handle(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = active.mode
+        if mode is not None and num_function_modes() == 1 and _is_mode_enabled():
+            top = pop_function_mode()
+            try:
+                if top is mode:
+                    return mode.__torch_function__(public_api, (), args, kwargs)
+            finally:
+                push_function_mode(top)
+        return original(public_api, relevant_args, *args, **kwargs)
+
+    functional.handle_torch_function = handle
+    HANDLERS_OF_FUNCTIONAL.add(handle.__code__)
+
+    def undo() -> None:
+        if functional.handle_torch_function is handle:
+            functional.handle_torch_function = original
+
+    return undo
+
+
+functional: Any = _functional
+_is_mode_enabled: Any = torch._C._is_torch_function_mode_enabled
+
+HANDLERS_OF_FUNCTIONAL: set[CodeType] = {torch.overrides.handle_torch_function.__code__}
+"""Code that functions of torch run to ask the modes."""
 
 
 set_grad_enabled: Any = torch._C._set_grad_enabled

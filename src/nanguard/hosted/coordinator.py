@@ -44,6 +44,7 @@ class StepCoordinator:
         self._fetched_next: list[FetchedBatch] = []
         self._losses_before: list[Tensor] = []
         self._refused_losses: deque[Tensor] = deque(maxlen=_MOST_REFUSED)
+        self._accumulates = False  # there was a step with several losses: it is of interest what they are divided by
         self._has_told = False  # of an error that ends the host
 
     def _new_iteration(self) -> Iteration:
@@ -126,11 +127,14 @@ class StepCoordinator:
         if self.iteration.stepped:
             self.begin_iteration()
         this = self.iteration
+        if len(this.losses) + len(losses) > 1:
+            self._accumulates = True
         seen = []
         for scaled in losses:
             loss = vars(scaled).get("_nanguard_loss", scaled)
             seen.append(_alone(loss))
-            this.divisors.append(_divisor_of(loss) if _compat.is_divided(loss) else 1.0)
+            if self._accumulates:
+                this.divisors.append(_divisor_of(loss) if _compat.is_divided(loss) else 1.0)
         this.losses += seen
         if len(this.losses) > _MOST_LOSSES:  # a program may differentiate for ever without a step
             del this.losses[:-_MOST_LOSSES], this.divisors[:-_MOST_LOSSES]

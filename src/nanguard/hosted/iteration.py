@@ -25,8 +25,8 @@ class Iteration:
 
     ``noted`` are the hosted steps whose buffers were noted, ``stepped`` those that have stepped, ``unapplied`` those of
     them whose step had no effect. ``refused`` says that a step was not let through for another reason than an overflow
-    of scaled gradients. ``divisors`` are the numbers by which the program has divided ``losses``; of the first
-    ``num_cleared`` losses the program has cleared the gradients, None if that is not known. ``reruns`` are
+    of scaled gradients. ``divisors`` are the numbers by which the program has divided ``losses``, if there are several.
+    Of the first ``num_cleared`` losses the program has cleared the gradients, None if that is not known. ``reruns`` are
     micro-batches that the host can run again with its own step function; ``uses_every_loss`` says that the host never
     throws the gradients of a loss away without saying so. ``tape`` has torch calls outside modules,
     ``fetched`` the batches that loaders of the program gave for it. ``live`` is the trace, if there is one;

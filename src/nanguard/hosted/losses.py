@@ -22,9 +22,12 @@ def mean_that_counts(losses: list[Tensor], grads: list[Tensor], device: torch.de
     return torch.where(all_count, values.mean(), good)
 
 
-def undivided(losses: list[Tensor], divisors: Sequence[float]) -> list[Tensor]:
-    """If the program divides the loss of each micro-batch by their number, its loss is what it was before that."""
+def undivided(losses: list[Tensor], divisors: Sequence[float], number: int) -> list[Tensor]:
+    """If the program divides the loss of each micro-batch by their number, its loss is what it was before that.
+
+    The step has this ``number`` of losses, all with such a divisor, but for the first one in the first of such steps.
+    """
     first = divisors[0] if divisors else 0.0
-    if len(divisors) < 2 or first < len(divisors) or any(divisor != first for divisor in divisors):
+    if first < number or any(divisor != first for divisor in divisors):
         return losses
     return [loss * first for loss in losses]

@@ -359,7 +359,7 @@ class HostedStep(ScaledSteps):
     def _fill(self, pending: PendingStep, this: Iteration) -> None:
         losses = list(this.losses)
         if len(losses) > 1:
-            losses = undivided(self._losses_that_count(this), this.divisors)
+            losses = undivided(self._losses_that_count(this), this.divisors, len(this.losses))
         if self.clipping.is_noted:
             pending.known_norms, pending.before_clipping = self.clipping.take(may_know=self._has_ordinary_norms())
         else:

@@ -137,8 +137,6 @@ def joint_norm(tensors: list[Tensor]) -> float:
             with _compat_modes.NoGrad():
                 return math.hypot(*torch.stack(list(_norms(tensors, 2.0))).tolist())
         flat = _compat_kernels.flatten(tensors)
-        if flat.requires_grad:  # of a backward pass with create_graph
-            flat = flat.detach()
         if flat.dtype is torch.float32:
             squares: float = flat.dot(flat).item()  # takes half the time of a norm in float64
             if _LEAST_SQUARES < squares < math.inf:

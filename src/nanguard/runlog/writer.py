@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ _FRAME = ("run", "optimizer", "end")
 
 log = logging.getLogger("nanguard")
 
+Numbers = tuple[float | None, ...]
 StepFacts = tuple[float, "Reading | SoundStep", bool]
 
 
@@ -118,6 +118,8 @@ class _Pages:
         self._all_for = AROUND
         self._surrounded = 0
         self._flushed_at = self._step_at = time.time()
+        self._lrs: Numbers = ()
+        self._now, self._start, self._rest = 0.0, "", ""
 
     def add_step(self, reading: Reading, *, skipped: bool) -> None:
         if self._works:
@@ -182,18 +184,25 @@ class _Pages:
 
     def _line_of(self, facts: StepFacts) -> str:
         now, reading, skipped = facts
-        rest = _SKIPPED + self._by_text if skipped else self._by_text
         if isinstance(reading, tuple):
-            (step, loss, norms, lrs), epoch, at, scale = reading, 0, "null", "null"
-        else:
-            step, loss, norms, lrs = reading.step, reading.loss, reading.norms, reading.lrs
-            at = "null" if reading.batch is None else str(reading.batch)
-            epoch, scale = reading.epoch, _number(reading.scale)
-        norm = _number(norms[0]) if len(norms) == 1 else ",".join(map(_number, norms))
+            return self._line_of_sound(now, *reading)
+        rest = _SKIPPED + self._by_text if skipped else self._by_text
+        at = "null" if reading.batch is None else reading.batch
+        norms, lrs = ",".join(map(_number, reading.norms)), ",".join(map(_number, reading.lrs))
         return (
-            f'{{"event":"step","time":{now:.3f},"step":{step},"epoch":{epoch},"batch":{at},"loss":{_number(loss)}'
-            f',"norms":[{norm}],"lrs":[{_rates(lrs)}],"scale":{scale}{rest}}}\n'
+            f'{{"event":"step","time":{now:.3f},"step":{reading.step},"epoch":{reading.epoch},"batch":{at}'
+            f',"loss":{_number(reading.loss)},"norms":[{norms}],"lrs":[{lrs}],"scale":{_number(reading.scale)}{rest}}}\n'
         )
+
+    def _line_of_sound(self, now: float, step: int, loss: float, norms: Numbers, lrs: Numbers) -> str:
+        """The same in half the time. What is the same for many steps is put together once."""
+        if now != self._now or lrs != self._lrs:
+            self._now, self._lrs = now, lrs
+            self._start = f'{{"event":"step","time":{now:.3f},"step":'
+            self._rest = f'],"lrs":[{",".join(map(_number, lrs))}],"scale":null{self._by_text}}}\n'
+        norm = repr(norms[0]) if len(norms) == 1 else ",".join(map(_number, norms))
+        at = '"nan"' if loss != loss else repr(loss)
+        return f'{self._start}{step},"epoch":0,"batch":null,"loss":{at},"norms":[{norm}{self._rest}'
 
     def _leave_to_parent(self) -> None:
         """Drops what a forked process has inherited: its parent writes it."""
@@ -246,8 +255,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "null"
     return repr(float(value)) if math.isfinite(value) else f'"{float(value)}"'
-
-
-@lru_cache(maxsize=4)  # learning rates are the same for many steps, and all digits of a number take their time
-def _rates(values: tuple[float | None, ...]) -> str:
-    return ",".join(map(_number, values))

@@ -35,7 +35,7 @@ class SwitchedMode(TorchFunctionMode):
     be turned off.
     """
 
-    _active = _Active()
+    active = _Active()
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls of autograd Functions, of ``Variable`` and of compiled code: torch does not tell its modes of them."""
+"""Calls that torch does not tell its modes of, or slowly: of autograd Functions, ``Variable``, compiled code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function, Variable
 
 from nanguard import _compat_modes
+from nanguard.step.switched_mode import SwitchedMode
 
 
 class FunctionTape(Protocol):
@@ -39,6 +40,8 @@ class Listening(ABC):
 class FunctionCalls:
     """Tapes are told of every call of ``Function.apply``, and of ``Variable(tensor)`` in old programs.
 
+    And sooner of those of ``torch.nn.functional``.
+
     One for all tapes, since it patches torch's own classes. They stay patched as long as there is a tape that has
     begun, not only while it is written: each change of them makes Python forget what it knows of all functions of
     autograd. And in ``Normalize.apply(model(x))`` the method is looked up before the model is called, which may be when
@@ -48,12 +51,14 @@ class FunctionCalls:
     def __init__(self) -> None:
         self._tapes: list[weakref.ref[FunctionTape]] = []
         self._apply: Any = None
+        self._slow_down: Callable[[], None] = lambda: None
 
     def add(self, tape: FunctionTape) -> None:
         if not self._tapes:
             self._apply = vars(Function)["apply"]
             Function.apply = classmethod(_applying(self._writing, self._apply))  # type: ignore[assignment, method-assign]
             type(Variable).__call__ = _aliasing(self._writing)  # type: ignore[method-assign]
+            self._slow_down = _compat_modes.quicken_functional(SwitchedMode.active)
         self._tapes.append(weakref.ref(tape, self._forget))
 
     def remove(self, tape: FunctionTape) -> None:
@@ -68,6 +73,7 @@ class FunctionCalls:
         if was_used and not self._tapes:
             Function.apply = self._apply  # type: ignore[method-assign]
             del type(Variable).__call__
+            self._slow_down()
 
     def _writing(self) -> FunctionTape | None:
         """The tape that would note a call now. At most one does."""

@@ -77,14 +77,14 @@ class TapeRecorder(ModuleRows):
         if tape is not self.tape:
             self._turn_to(tape, keeps_older=keeps_older, is_refused=is_refused)
         if not self.is_begun:
-            if self._active.mode is not None:
-                self._active.mode.stop()
+            if self.active.mode is not None:
+                self.active.mode.stop()
             calls = self._compiled_calls
             if not (calls.has_begun or calls.begin()):  # compiled code would depend on whether we are on
                 return
             if not self._listens_for_good:
                 self._listen()
-            self._thread, self.is_begun, self._active.mode = thread, True, self
+            self._thread, self.is_begun, self.active.mode = thread, True, self
         self.go_on(True)  # or a module that was called has raised
 
     def listen_for_good(self) -> None:
@@ -128,7 +128,7 @@ class TapeRecorder(ModuleRows):
         if not self._listens_for_good:
             self._stop_listening()
         self._compiled.clear()
-        self.is_begun, self._active.mode = False, None
+        self.is_begun, self.active.mode = False, None
 
     def forget(self) -> None:
         """The step is over: nothing of it is held here any more."""

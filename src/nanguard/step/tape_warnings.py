@@ -8,8 +8,7 @@ import warnings
 from types import CodeType, FrameType
 from typing import Any
 
-from torch.overrides import handle_torch_function
-
+from nanguard import _compat_modes
 from nanguard.step.tape_functions import Listening
 
 
@@ -53,6 +52,6 @@ class WarnedLines(Listening):
             return None
         frame.f_globals.pop("__warningregistry__", None)  # what is shown of one line must be shown of the next one too
         above = frame.f_back
-        if above is not None and above.f_code is handle_torch_function.__code__ and above.f_back is not None:
+        if above is not None and above.f_code in _compat_modes.HANDLERS_OF_FUNCTIONAL and above.f_back is not None:
             above = above.f_back.f_back  # the function that asked the modes is called by the program
         return above
