@@ -24,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fcntl import ioctl
 from importlib.util import find_spec
@@ -41,10 +43,10 @@ METHOD = (
     "Each program is a process of its own. Healthy: the plain and the guarded program take turns, a block of some "
     "steps each, after a warm-up. A ratio is the time of a guarded block over that of the plain blocks before and "
     "after it: the median (where it lies with 95% certainty). Two processes of the same program differ by some "
-    "percent, so small programs are started anew several times. On the GPU this is wall-clock time until the device "
-    "has done the block, on the CPU the processor's time, with one thread. With faults: whole runs alternate, and the "
-    "ratio is that of their total times (smallest to largest). Lines are those that nanguard prints to a terminal of "
-    "80 columns."
+    "percent, so small programs are started anew several times; both of a pair run on the same two cores, and each "
+    "begins first in half of the pairs. On the GPU this is wall-clock time until the device has done the block, on the "
+    "CPU the processor's time, with one thread. With faults: whole runs alternate, and the ratio is that of their "
+    "total times (smallest to largest). Lines are those that nanguard prints to a terminal of 80 columns."
 )
 
 
@@ -53,7 +55,7 @@ class Row:
     """``most`` is the goal for the ratio, ``most_ms`` for what a step may take longer: either is enough on a CPU.
 
     ``steps`` is the length of a block, or of the whole run if it has faults. ``pairs`` of processes have ``rounds``
-    each.
+    each. If it is not ``guarded``, the plain program is compared with itself, which shows what differs by chance.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Row:
     fault: str = "none"
     pairs: int = 1
     rounds: int = 100
+    guarded: bool = True
 
 
 ROWS = (  # a block takes more than half a second: a program that has waited finds none of its code in the caches
@@ -170,15 +173,18 @@ def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
     plain: list[float] = []
     blocks: list[Block] = []
     for pair in range(1, pairs + 1):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, same_cores(pair):
 
             def player(guarded: bool, folder: str = folder) -> Player:
-                own = Path(folder) / ("guarded" if guarded else "plain")
-                own.mkdir()
-                command = program(row, own, steps=steps, block=block, guarded=guarded)
+                own = tempfile.mkdtemp(dir=folder)
+                command = program(row, Path(own), steps=steps, block=block, guarded=guarded)
                 return Player(command, env=environment(), stdout=subprocess.DEVNULL)
 
-            of_plain, of_guarded = take_turns(player(guarded=False), player(guarded=True), rounds)
+            if pair % 2:
+                one, other = player(guarded=False), player(guarded=row.guarded)
+            else:  # on a GPU the second one to begin is slower, by one or two percent
+                other, one = player(guarded=row.guarded), player(guarded=False)
+            of_plain, of_guarded = take_turns(one, other, rounds)
         plain += of_plain
         blocks += of_guarded
         if pairs > 1:
@@ -197,6 +203,21 @@ def measure_healthy(row: Row, smoke: bool) -> dict[str, Any]:
         "plain_ms": statistics.median(plain),
         "guarded_ms": statistics.median(ms),
     }
+
+
+@contextmanager
+def same_cores(pair: int) -> Iterator[None]:
+    """Both programs of a pair get the same two cores: they take turns, and those of a virtual machine are not alike.
+
+    Each pair gets two others, if there are more.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    first = 2 * pair % max(1, len(cores) - 1)
+    os.sched_setaffinity(0, cores[first : first + 2])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure_faulty(row: Row, smoke: bool) -> dict[str, Any]:
@@ -271,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only those whose device, program, fault or name contains this")
     parser.add_argument("--pairs", type=int, help="so many pairs of processes for each healthy program")
+    parser.add_argument("--noise", action="store_true", help="healthy programs against themselves, both not guarded")
     parser.add_argument("--smoke", action="store_true", help="few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -281,6 +303,8 @@ def main() -> None:
         rows = [row for row in rows if any(text in f"{row}" for text in wanted)]
     if args.pairs is not None:
         rows = [replace(row, pairs=args.pairs) for row in rows]
+    if args.noise:
+        rows = [replace(row, name=f"{row.name}, plain twice", guarded=False) for row in rows if row.fault == "none"]
     if args.pairs is not None and args.pairs < 1:
         parser.error(f"--pairs must be at least 1, not {args.pairs}")
     if not rows:
@@ -289,7 +313,7 @@ def main() -> None:
     facts: dict[str, Any] = {**header(torch.device("cuda" if on_gpu else "cpu")), "method": METHOD, "rows": []}
     facts["command"] = facts["command"].replace("overhead.py", "run_overhead.py")
     slug = "-".join(facts["machine"].lower().replace("_", "-").split())
-    path = args.out / f"run-overhead-{slug}-{facts['date']}.json"
+    path = args.out / f"run-overhead-{slug}-{facts['date']}{'-noise' if args.noise else ''}.json"
     for row in rows:
         facts["rows"].append(measure(row, smoke=args.smoke))
         if not args.smoke:  # now: an interrupted run keeps this much
