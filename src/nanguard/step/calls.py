@@ -12,6 +12,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -262,7 +264,7 @@ def _save_gradients(call: Call, made: list[Tensor]) -> None:
         if tensor.is_leaf or tensor.numel() * tensor.element_size() > _LARGEST_GRADIENT:
             call.misses_gradients = True  # a hook on a leaf, a parameter that is given out, would stay for ever
         else:
-            saver = _Saver(gradients, len(gradients) - 1)
+            saver = partial(setitem, gradients, len(gradients) - 1)  # nothing of it runs in Python
             _compat.hook_gradient(tensor, saver)
             call.outputs.append(tensor.detach())
             call.graphs.append(weakref.ref(saver))
@@ -301,16 +303,6 @@ class _Unhooked:
             hooks = vars(model)[name].items()
             vars(plain)[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, UncopiedHook))
         return plain
-
-
-class _Saver:
-    __slots__ = ("__weakref__", "_into", "_place")
-
-    def __init__(self, into: list[Tensor | None], place: int) -> None:
-        self._into, self._place = into, place
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._into[self._place] = gradient
 
 
 def cut_off(tree: Any) -> Any:
