@@ -2,6 +2,7 @@
 
     python benchmarks/third_party.py --repositories DIR --packages SITE     # all programs, and a dated table
     python benchmarks/third_party.py --repositories DIR --only mnist,vae    # some of them, printed only
+    python benchmarks/third_party.py --repositories DIR --gpu --fused --faults-only --jobs 12
 
 DIR holds one folder OWNER+NAME with the files of each repository in third_party_programs/, at the commit given there.
 SITE is a folder with the packages that the programs import (`pip install --no-deps --target SITE ...`). Each run has
@@ -24,7 +25,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ METHOD = (
     "the same exit status, standard output (without times) and hash of all weights and buffers. Faulty: weights finite "
     "at the end, and the first incident right in everything it says: cause, op, module, line and sample."
 )
+
+ON_CPU = {"--no-cuda": (), "--no_cuda": (), "--disable-cuda": (), "--cuda": (), "--device=cpu": ("--device=cuda",)}
+"""Options that keep a program on the CPU (``--cuda`` turns it off where we give it), and what a GPU needs instead."""
 
 NO_END = 124
 """The exit status of a run that was stopped, as of ``timeout``."""
@@ -91,7 +96,7 @@ def run(
             done = subprocess.run(
                 command,
                 cwd=folder,
-                env=_environment(program, args.packages, root, folder, fault),
+                env=_environment(program, args, root, folder, fault),
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -136,7 +141,7 @@ def _prepare(program: Program, repositories: Path, root: Path, fault: Fault | No
 
 
 def _environment(
-    program: Program, packages: str | None, root: Path, folder: Path, fault: Fault | None
+    program: Program, args: argparse.Namespace, root: Path, folder: Path, fault: Fault | None
 ) -> dict[str, str]:
     settings = {
         "folder": str(root),
@@ -144,10 +149,15 @@ def _environment(
         "env_steps": program.env_steps,
         "weights": program.weights,
         "fault": fault.hook if fault is not None else None,
+        "fused": args.fused,
     }
     if program.seed is not None:
         settings["seed"] = program.seed
-    paths = [str(HERE / "hook"), *(str(folder / path) for path in program.paths), *([packages] if packages else [])]
+    paths = [
+        str(HERE / "hook"),
+        *(str(folder / path) for path in program.paths),
+        *([args.packages] if args.packages else []),
+    ]
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -353,6 +363,10 @@ def _cells(fault: dict[str, Any]) -> list[str]:
     ]
 
 
+def _for_gpu(command: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for each in command for word in ON_CPU.get(each, (each,)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repositories", required=True, help="the folder with the repositories")
@@ -360,6 +374,9 @@ def main() -> None:
     parser.add_argument("--only", help="names of programs, separated by commas; nothing is written")
     parser.add_argument("--faults-only", action="store_true", help="only the faulty programs under the guard")
     parser.add_argument("--healthy-only", action="store_true", help="only the healthy programs, plain and guarded")
+    parser.add_argument("--gpu", action="store_true", help="let the programs use the GPU; nothing is written")
+    parser.add_argument("--fused", action="store_true", help="make optimizers fused unless a program chooses itself")
+    parser.add_argument("--jobs", type=int, default=1, help="so many programs at once")
     parser.add_argument("--keep", help="where to keep the output of all runs")
     parser.add_argument("--resume", action="store_true", help="keep what a run of this day has written, and go on")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one run")
@@ -370,6 +387,8 @@ def main() -> None:
         sys.path.append(args.packages)  # the generators need some of them too
     only = set(args.only.split(",")) if args.only else None
     chosen = [program for program in PROGRAMS if only is None or program.name in only]
+    if args.gpu:
+        chosen = [replace(program, command=_for_gpu(program.command)) for program in chosen]
     date = datetime.now(timezone.utc).date().isoformat()
     machine = f"cpu {platform.machine()}"
     facts = {
@@ -380,14 +399,15 @@ def main() -> None:
         "command": "`PYTHONPATH=src python benchmarks/third_party.py --repositories ... --packages ...`",
     }
     path = args.out / f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
-    is_written = only is None and not (args.faults_only or args.healthy_only)
+    is_written = only is None and not (args.faults_only or args.healthy_only or args.gpu or args.fused)
     results = json.loads(path.read_text())["programs"] if is_written and args.resume and path.exists() else []
-    for program in chosen:
-        if program.name not in {result["name"] for result in results}:
-            results.append(try_program(program, args))
-        if is_written:
-            path.write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
-            path.with_suffix(".md").write_text(table(results, facts))
+    known = {result["name"] for result in results}
+    with ThreadPoolExecutor(args.jobs) as jobs:
+        for result in jobs.map(lambda program: try_program(program, args), [p for p in chosen if p.name not in known]):
+            results.append(result)
+            if is_written:
+                path.write_text(json.dumps({**facts, "method": METHOD, "programs": results}, indent=1))
+                path.with_suffix(".md").write_text(table(results, facts))
     print(table(results, facts))
 
 

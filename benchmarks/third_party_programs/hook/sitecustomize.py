@@ -199,6 +199,21 @@ def _after_torch(module: ModuleType) -> None:
         module.manual_seed(SETTINGS["seed"])
     if FAULT.get("kind") == "randn":
         _spoil_randn(module)
+    if SETTINGS.get("fused"):
+        for name in ("Adam", "AdamW", "SGD", "Adagrad"):
+            _fuse(getattr(module.optim, name))
+
+
+def _fuse(kind: Any) -> None:
+    """Its optimizers are fused, unless the program chooses."""
+    init = kind.__init__
+
+    def fused_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "foreach" not in kwargs and "capturable" not in kwargs:
+            kwargs.setdefault("fused", True)
+        init(self, *args, **kwargs)
+
+    kind.__init__ = fused_init
 
 
 def _spoil_randn(torch: ModuleType) -> None:
