@@ -6,6 +6,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU); written for 2.6 and newer.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,35 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether ``step()`` reads ``optimizer.found_inf`` on the device and then leaves everything bit-exact."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+_STOPPED = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal address",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "hardware stack error",
+)
+"""Errors after which CUDA refuses everything until the process ends."""
+
+
+def stops_device(error: BaseException | None) -> bool:
+    """Whether the GPU has stopped: from this error on, nothing on it can be read or computed in this process."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STOPPED)
+
+
+def never_free(things: Iterable[object]) -> None:
+    """They live until the process has ended, also while Python clears its modules.
+
+    On a GPU that has stopped, freeing a tensor that another stream has read ends the process by an abort.
+    """
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:

@@ -194,7 +194,10 @@ _is_in_bad_fork, _is_stream_capturing = _cuda._is_in_bad_fork, torch._C._cuda_is
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured. Never initializes CUDA."""
-    return bool(_cuda._initialized and not _is_in_bad_fork() and _is_stream_capturing())
+    try:
+        return bool(_cuda._initialized and not _is_in_bad_fork() and _is_stream_capturing())
+    except RuntimeError:  # the GPU has stopped: whatever the program does next tells it so
+        return False
 
 
 def leave_mode(mode: Any) -> None:

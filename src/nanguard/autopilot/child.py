@@ -38,7 +38,7 @@ class GuardedTarget:
                 unsound = autopilot.unsound()
                 autopilot.uninstall()
                 if autopilot.num_optimizers:
-                    counts = {**autopilot.counts, "incidents": len(autopilot.incidents), "unsound": len(unsound)}
+                    counts = {**autopilot.counts, "incidents": len(autopilot.incidents), "unsound": len(unsound or ())}
                     _write(Path(self._results) / f"{os.getpid()}.json", counts)
 
 

@@ -89,11 +89,24 @@ class Autopilot:
         """
         self._monitor.end(leaves or sys.exc_info()[1])
 
-    def unsound(self) -> tuple[str, ...]:
-        """Names of weights, buffers and optimizer state that are not finite now, each once. Syncs."""
+    @property
+    def stopped_by(self) -> str:
+        """The error after which the GPU refuses everything; empty if it runs."""
+        return self._monitor.stopped.words
+
+    @property
+    def is_stop_explained(self) -> bool:
+        """Whether there was an incident that says why the GPU has stopped."""
+        return self._monitor.stopped.is_explained
+
+    def unsound(self) -> tuple[str, ...] | None:
+        """Names of weights, buffers and optimizer state that are not finite now, each once. Syncs.
+
+        None if the GPU has stopped, and they cannot be read.
+        """
         names, registry = self._monitor.unsound(), self._monitor.registry
         if not names:
-            return ()
+            return names
         modules = [module for module in registry.live_modules if type(module) is not TrainedModules]
         tables = [each for module in modules for each in (_compat.parameters_of(module), _compat.buffers_of(module))]
         of_modules = {id(tensor) for table in tables for tensor in table.values() if tensor is not None}
@@ -101,7 +114,7 @@ class Autopilot:
         kept = {name for state in states for name in names if id(state.get(name)) in of_modules}
         del states
         gc.collect()  # a tensor of an optimizer that the program no longer has is gone, unless a module has it
-        kept.update(self._monitor.unsound())
+        kept.update(self._monitor.unsound() or ())
         return tuple(dict.fromkeys(name for name in names if name in kept))
 
     @property

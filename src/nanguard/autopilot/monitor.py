@@ -22,6 +22,7 @@ from nanguard.autopilot.manual_update import leaves_of, losses_in
 from nanguard.autopilot.own_work import AtWork, Busy, Threads
 from nanguard.autopilot.plain import PlainSteps
 from nanguard.autopilot.registry import Registry, hosted_step_of, use_scaler
+from nanguard.autopilot.stopped_device import StoppedDevice
 from nanguard.autopilot.taping import ProgramTape
 from nanguard.autopilot.tracing import Tracer
 from nanguard.errors import NonFiniteError
@@ -50,6 +51,7 @@ class ProgramMonitor(ManualPrograms):
         self.registry = Registry(settings)
         self._threads = Threads(lambda: ProgramCoordinator(lambda: self.registry.hosted_steps))
         self._passes = BackwardPasses()
+        self.stopped = StoppedDevice(self.registry, lambda: self._iteration, self._leave_alone)
         self.is_closed, self._num_forwards = False, 0
         self._rng_reader: RngReader | None = None
         self._begin_manual(is_examined=settings.diagnose != "off")
@@ -124,8 +126,7 @@ class ProgramMonitor(ManualPrograms):
         Returns the list that the call is recorded in, None if it is not, and whether the tape was paused for it.
         """
         registry, here, taper = self.registry, self._threads.here, self.taper
-        if root not in registry.used:
-            registry.used.add(root)
+        registry.used.add(root)
         if registry.new:
             self.guard_new_optimizers(in_call=True)
         if here.depth or self.is_closed or _compat_modes.current_pass() != -1 or _compat_modes.is_capturing():
@@ -153,8 +154,9 @@ class ProgramMonitor(ManualPrograms):
                         hosted.before_evaluation()
         except NonFiniteError:
             raise
-        except Exception:
-            log.exception("nanguard: what a step may change could not be noted")
+        except Exception as error:
+            if not self.stopped.hear(error):
+                log.exception("nanguard: what a step may change could not be noted")
         finally:
             here.depth -= 1
         if not is_training:
@@ -179,13 +181,9 @@ class ProgramMonitor(ManualPrograms):
             self.guard_new_optimizers()
         if self._tracer.is_used:
             self._tracer.resume()
-        coordinator = self._threads.here.coordinator
-        with self._noting_losses:
-            if _compat_modes.is_watched():
-                with _compat_modes.unwatched():
-                    self._note_losses(coordinator, tensors, gradients)
-            else:
-                self._note_losses(coordinator, tensors, gradients)
+        coordinator = self._coordinator
+        with self._noting_losses, _compat_modes.unwatched():
+            self._note_losses(coordinator, tensors, gradients)
         self._passes.begin(coordinator.iteration)
 
     def _note_losses(self, coordinator: StepCoordinator, tensors: Any, gradients: Any) -> None:
@@ -258,7 +256,7 @@ class ProgramMonitor(ManualPrograms):
         hosted = hosted_step_of(optimizer)
         if hosted is None:
             return call()
-        is_nested = _compat_modes.is_in_backward()
+        is_nested, is_left, result = _compat_modes.is_in_backward(), False, None
         if hosted.has_grown() and not is_nested:
             self._tracer.stop()
             with self._busy:
@@ -283,20 +281,23 @@ class ProgramMonitor(ManualPrograms):
                     here.depth -= 1
         except NonFiniteError:
             raise
-        except Exception:
+        except Exception as error:
             if call.has_raised:  # an error of the program
                 raise
-            self.leave_to_program(hosted)
+            self.leave_to_program(hosted, error)
+            is_left = True
+        if is_left:  # not inside the handler: an error of the program would have ours as its context
             return call.result if call.is_called else call()
         if not is_nested:
             self.after_step(here.coordinator)
         return result if call.is_called else otherwise
 
-    def leave_to_program(self, hosted: HostedStep) -> None:
+    def leave_to_program(self, hosted: HostedStep, error: Exception) -> None:
         """After an error of ours: logs it, and the program goes on without us."""
-        name = type(hosted.optimizer).__name__
-        log.exception("nanguard failed at a step of %s, which is not guarded from now on", name)
-        self.registry.remove(hosted)
+        if not self.stopped.hear(error):
+            name = type(hosted.optimizer).__name__
+            log.exception("nanguard failed at a step of %s, which is not guarded from now on", name)
+            self.registry.remove(hosted)
 
     def _step_and_check(self, hosted: HostedStep, call: ProgramCall, watched: WatchedClosure | None) -> Any:
         """The step itself calls forward and backward, which are recorded, and traced if necessary, as usual."""
@@ -360,14 +361,14 @@ class ProgramMonitor(ManualPrograms):
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def unsound(self) -> tuple[str, ...]:
-        """Names of what is not finite now. Syncs."""
+    def unsound(self) -> tuple[str, ...] | None:
+        """Names of what is not finite now, None if the GPU has stopped. Syncs."""
         with self._busy, _compat_modes.unwatched():
-            return self.registry.unsound()
+            return None if self.stopped.words else self.registry.unsound()
 
     def end(self, error: BaseException | None) -> None:
         """The program ends now, because of ``error`` if there is one, maybe in the middle of a step that is bad."""
-        if not self.is_idle and self.children.is_parent:
+        if not self.stopped.hear(error) and not self.is_idle and self.children.is_parent:
             if self.taper.has_raised or raised_by_nonfinite(error, is_in_model=True):
                 self.guard_new_optimizers()
             self._tracer.stop()
@@ -396,4 +397,4 @@ class ProgramMonitor(ManualPrograms):
         self.is_closed = True
 
     def _at_work(self, failure: str) -> AtWork:
-        return AtWork(self._threads, self.taper, failure)
+        return AtWork(self._threads, self.taper, failure, self.stopped.hear)

@@ -69,15 +69,18 @@ class Busy(_OwnWork):
 
 
 class AtWork(_OwnWork):
-    """Our own work. Logs our own errors; never lets them end the program."""
+    """Our own work. Logs our own errors; never lets them end the program. If ``hear`` returns True, it has answered."""
 
-    def __init__(self, threads: Threads, taper: ProgramTape, failure: str) -> None:
+    def __init__(
+        self, threads: Threads, taper: ProgramTape, failure: str, hear: Callable[[BaseException], bool]
+    ) -> None:
         super().__init__(threads, taper)
-        self._failure = failure
+        self._failure, self._hear = failure, hear
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         if error is None or not isinstance(error, Exception) or isinstance(error, NonFiniteError):
             return False
-        log.error("nanguard: %s", self._failure, exc_info=(kind, error, trace))
+        if not self._hear(error):
+            log.error("nanguard: %s", self._failure, exc_info=(kind, error, trace))
         return True

@@ -54,8 +54,9 @@ class PlainSteps:
         try:
             coordinator.after_forward((loss,))
             taper.note_loss(loss)
-        except Exception:
-            log.exception("nanguard: a loss could not be noted")
+        except Exception as error:
+            if not self._monitor.stopped.hear(error):
+                log.exception("nanguard: a loss could not be noted")
         finally:
             here.depth -= 1
         this = passes[thread] = coordinator.iteration
@@ -108,11 +109,11 @@ class PlainSteps:
         except NonFiniteError:
             raise
         except BaseException as error:
-            if in_program:
+            if in_program and not self._monitor.stopped.hear(error):
                 coordinator.sound_step_raised(hosted, error)
             if in_program or not isinstance(error, Exception):
                 raise
-            self._monitor.leave_to_program(hosted)
+            self._monitor.leave_to_program(hosted, error)
         finally:
             here.depth -= 1
         if result is not NOT_MADE:

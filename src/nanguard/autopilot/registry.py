@@ -338,6 +338,11 @@ class Registry:
         by_loops = tuple(name for loop in self._loops for name in loop.unsound())
         return trained + by_loops + self._past_unsound + unsound_averages(self.live_modules)
 
+    def close_logs(self) -> None:
+        """Ends the run log, and nothing else."""
+        for hosted in self.hosted_steps:
+            hosted.parts.journal.close(steps=hosted.parts.num_steps)
+
     def close(self) -> None:
         """Processes what is under way and ends the run log."""
         for loop in list(self._loops):

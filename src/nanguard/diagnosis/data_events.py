@@ -19,7 +19,7 @@ def data_event(note: Note, tensor: Tensor) -> TraceEvent:
     event = TraceEvent(note, "outside", seen.has_nan, has_posinf=has_posinf(values, seen))
     may_be_mask = not event.has_nan and not note.roots & (PARAMETER | STATE)
     may_be_mask = may_be_mask and not (note.roots & (BATCH | OTHER) and event.has_posinf)  # a sample weight of Inf
-    event.is_mask = may_be_mask and _is_mask(values)
+    event.is_mask = may_be_mask and is_mask(values)
     event.evidence = where_bad(tensor)
     return event
 
@@ -30,7 +30,7 @@ def has_posinf(tensor: Tensor, seen: Look) -> bool:
     return bool(torch.isposinf(tensor.detach().real if tensor.is_complex() else tensor.detach()).any())
 
 
-def _is_mask(tensor: Tensor) -> bool:
+def is_mask(tensor: Tensor) -> bool:
     """True for zeros and infinities only: a mask that is added to scores."""
     values = tensor.detach()
     return bool((torch.isinf(values) | (values == 0)).all())

@@ -74,7 +74,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     )
     if event.note.place is not None:
         return _of_made_data(diagnosis, event)
-    diagnosis = replace(diagnosis, because=f"{in_words(exam, event.origin)} holds {_what_and_where(event.evidence)}")
+    diagnosis = replace(diagnosis, because=f"{in_words(exam, event.origin)} holds {what_and_where(event.evidence)}")
     state, num_applied, whose = exam.parts.state, exam.past.num_applied, ""
     if kind == "foreign":
         kind, _, name = name.partition(" ")
@@ -88,7 +88,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
         return _by_learning_rate(found, state, name) if num_applied else found
     if kind == "buffer":
         owner, line = _set_at(exam, state, name)
-        because = f"buffer {name} held {_what_and_where(event.evidence)} before the step"
+        because = f"buffer {name} held {what_and_where(event.evidence)} before the step"
         return replace(
             diagnosis,
             phase="buffer",
@@ -147,14 +147,14 @@ def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
         phase=held.kind,
         cause="parameter_corrupted" if is_weight else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step{written}",
+        because=f"{held}, {whose}, held {what_and_where(where_bad(held.tensor))} before the step{written}",
         samples=(),
     )
 
 
 def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     """Data that a line of the step makes a tensor of: an array, a list, a number that is assigned to an element."""
-    what = _what_and_where(event.evidence)
+    what = what_and_where(event.evidence)
     does = (
         f"makes a tensor of data that hold {what}"
         if event.note.shape
@@ -163,7 +163,7 @@ def _of_made_data(diagnosis: Diagnosis, event: TraceEvent) -> Diagnosis:
     return replace(diagnosis, source=source_of(event.note.place), because=f"this line {does}", makes_data=True)
 
 
-def _what_and_where(evidence: Evidence) -> str:
+def what_and_where(evidence: Evidence) -> str:
     """``NaN at [3, 0] and 2 more``."""
     data = evidence.output
     num, first = (0, None) if data is None else (data.num_nan + data.num_inf, data.value)

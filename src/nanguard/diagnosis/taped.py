@@ -144,7 +144,7 @@ def microbatches(
     known = {id(tensor) for tensor in trained}
     micros, obstacles = [], []
     for loss in tape.losses:
-        inputs: dict[str, Tensor] = {}
+        batch: dict[str, Tensor] = {}
         keys: dict[int, str] = {}
         run = TapedRun(tape, loss, keys, device)
         obstacle = _obstacle(run, tape, loss, known)
@@ -154,11 +154,11 @@ def microbatches(
         if obstacle is not None:
             obstacles.append(f"the torch calls of the step could not be made again: {obstacle}")
             continue
-        for tensor, name in _inputs(run, known):
+        for _, name, tensor in inputs(run, known):
             if id(tensor) not in keys:
-                keys[id(tensor)] = name if name not in inputs else f"{name} ({len(inputs)})"
-                inputs[keys[id(tensor)]] = tensor
-        micros.append(Microbatch(run, inputs, None, reduce_gradients=False, autocast=run.is_autocast))
+                keys[id(tensor)] = name if name not in batch else f"{name} ({len(batch)})"
+                batch[keys[id(tensor)]] = tensor
+        micros.append(Microbatch(run, batch, None, reduce_gradients=False, autocast=run.is_autocast))
     return micros, tuple(dict.fromkeys(obstacles))
 
 
@@ -233,8 +233,8 @@ def _named_arguments(row: Row) -> list[tuple[Any, str]]:
     return given + [(argument, f"{keyword} of {row.name}") for keyword, argument in row.kwargs.items()]
 
 
-def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors from outside that are not trained, each with the name that the program gives it in a call."""
+def inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Row, str, Tensor]]:
+    """The tensors from outside that are not trained, each with a call and the name that the program gives it there."""
     for number, row in run.numbered:
         for argument, name in () if row is None else _named_arguments(row):
             assert row is not None
@@ -245,7 +245,7 @@ def _inputs(run: TapedRun, trained: set[int]) -> Iterator[tuple[Tensor, str]]:
             for token, part in zip(inside, names_of_parts(name, paths), strict=True):
                 is_from_outside = isinstance(token, Outside) and id(token.tensor) not in trained
                 if is_from_outside and not isinstance(token.tensor, nn.Parameter):
-                    yield token.value, part
+                    yield row, part, token.value
 
 
 def _obstacle(run: TapedRun, tape: CallTape, loss: TapedLoss, trained: set[int]) -> str | None:

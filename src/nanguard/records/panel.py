@@ -72,7 +72,9 @@ def rows(outcome: Outcome, where: str | None = None) -> list[tuple[str, str]]:
 
 def _rest(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """What was left alone, what comes next, and what became of the steps behind this one."""
-    if not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
+    if outcome.lost_device:
+        yield "lost", "what was on the GPU: weights and optimizer state cannot be read. Go on from a checkpoint"
+    elif not outcome.applied and not outcome.action.changes_more and outcome.verdict.kind != "damage":
         yield "untouched", _untouched(outcome)
         if others := outcome.verdict.reading.num_stepped_before:
             earlier = f"{counted(others, 'other optimizer')} had stepped inside this backward pass, on finite gradients"
@@ -164,6 +166,8 @@ def _is_unknown(outcome: Outcome) -> bool:
 
 def done(outcome: Outcome) -> str:
     """What was done about the step, in plain words."""
+    if outcome.lost_device:
+        return "the GPU has stopped, and the program ends"
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
         if outcome.did:
@@ -199,6 +203,8 @@ def _used(action: Action) -> str:
 def what_happened(outcome: Outcome) -> str:
     """What was wrong with the step, in plain words."""
     reading, kind = outcome.verdict.reading, outcome.verdict.kind
+    if outcome.lost_device:
+        return "the data hold NaN or Inf"
     if kind == "damage":
         return "weights or state were damaged before this update"
     if kind == "divergence" and not reading.found:
@@ -260,7 +266,7 @@ def _found(outcome: Outcome) -> str:
     if "output" in reading.found:
         parts.append("what the model returned")
     if "input" in reading.found:
-        parts.append("what the call that raised was given")
+        parts.append("what the step was given" if outcome.lost_device else "what the call that raised was given")
     if "buffers" in reading.found:
         parts.append(f"buffers {joined(reading.buffers) if reading.buffers else elsewhere}")
     return "; ".join(parts) or "nothing else in this step"

@@ -149,7 +149,7 @@ class Outcome:
     ``did`` says what the rung did, in words: which module, which learning rate, back to which step; ``worked`` is False
     for a rung that was tried, had no use and was taken back; ``went_back`` says that the
     run is at an earlier state now. ``diagnosis`` says where it came from and why, ``bundle``
-    is the folder in which the step is kept.
+    is the folder in which the step is kept. ``lost_device``: the GPU has stopped, and nothing on it can be read.
     """
 
     verdict: Verdict
@@ -162,6 +162,7 @@ class Outcome:
     went_back: bool = False
     diagnosis: Diagnosis | None = None
     bundle: str = ""
+    lost_device: bool = False
 
     @property
     def is_rollback(self) -> bool:

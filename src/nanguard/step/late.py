@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -82,6 +83,11 @@ class Late:
                 return pending.step, reply.loss if pending.knows_loss else math.nan, reply.norms, pending.lrs
             pending.verdict = self._parts.judge(self._parts.read(pending, reply))
         return None
+
+    @property
+    def in_flight(self) -> Sequence[PendingStep]:
+        """The steps that the host has not heard of, the oldest first."""
+        return tuple(self._in_flight)
 
     @property
     def is_settled(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanguard import _compat_modes
+from nanguard import _compat, _compat_modes
 from nanguard.errors import NonFiniteError
 from nanguard.numerics.clip import scale_
 from nanguard.policy.policy import Policy, judge
@@ -336,7 +336,7 @@ class StepParts:
 
     def leave_no_trace(self, error: BaseException) -> None:
         """What raises before the optimizers step, an interrupt too, leaves nothing; a halt sees to that itself."""
-        if not isinstance(error, NonFiniteError):
+        if not (isinstance(error, NonFiniteError) or _compat.stops_device(error)):
             self.clear()
 
     def drop_unfinished(self) -> None:
