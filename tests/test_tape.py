@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 import nanguard
 from helpers import TinyNet, differences, everything, line, make_batches
+from nanguard.diagnosis.taped import TapedRun, inputs
 from nanguard.hosted.coordinator import StepCoordinator
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.step import module_rows, tape_recorder
 from nanguard.step.module_rows import SWEEP_AFTER_CALLS
-from nanguard.step.tape import CallTape, Outside, Row, tokens
+from nanguard.step.tape import CallTape, Made, Outside, Row, TapedLoss, tokens
 from nanguard.step.tape_recorder import TapeRecorder
 
 Loss = Callable[[Tensor], Tensor]
@@ -734,3 +735,17 @@ def test_programs_without_modules_are_examined_by_the_tape(program: Any, monkeyp
     assert (found.cause, found.op, found.capture) == ("log_of_zero", "log", "tape")
     assert found.source is not None
     assert found.source.text.strip().startswith(("loss = -(y * torch.log(p)", "(-(y * torch.log(p)"))
+
+
+def test_a_cast_by_type_is_made_again_and_its_name_alone_is_no_call() -> None:
+    x, tape, recorder = torch.tensor([1.0, 0.0]), CallTape(), TapeRecorder(lambda: None, "cpu")
+    recorder.begin(tape)
+    try:
+        wide = x.type(torch.DoubleTensor)
+        kind = x.type()
+    finally:
+        recorder.close()
+    ((row, name, given),) = inputs(TapedRun(tape, TapedLoss((Made(0, 0),), (), 0), {}, torch.device("cpu")), set())
+    assert (row.name, name, given is x) == ("type", "x", True)
+    assert (wide.dtype, kind) == (torch.float64, "torch.FloatTensor")
+    assert list(tape.rows) == [0]

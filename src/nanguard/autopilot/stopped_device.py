@@ -99,4 +99,4 @@ def _last_steps(
             if pending.tape is not None:
                 yield hosted, pending.step, pending.tape, pending.fetched
     for hosted in sorted(hosted_steps, key=lambda each: each not in this.noted)[:1]:
-        yield hosted, hosted.parts.num_steps, this.tape, this.fetched
+        yield hosted, hosted.parts.num_steps - (hosted in this.stepped), this.tape, this.fetched

@@ -40,9 +40,13 @@ class AsyncReadback:
     def post(self, values: Tensor) -> PendingCopy:
         """Starts copying ``values`` to the host. Does not sync."""
         readback = self._take(len(values), values.dtype)
-        readback.copy.copy_(values, non_blocking=True)
-        if readback.arrived is not None:
-            readback.arrived.record()
+        try:
+            readback.copy.copy_(values, non_blocking=True)
+            if readback.arrived is not None:
+                readback.arrived.record()
+        except RuntimeError:
+            self._pool.append(readback)  # pinned memory cannot be freed once the GPU has stopped
+            raise
         return readback
 
     def _take(self, size: int, dtype: torch.dtype) -> PendingCopy:

@@ -33,7 +33,7 @@ def words(text: str) -> frozenset[str]:
 _VIEWS = words(
     "__get__ __getitem__ as_strided chunk data detach diagonal expand expand_as flatten movedim narrow permute reshape "
     "select split squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze view view_as "
-    "contiguous to float"
+    "contiguous to float type"
 )
 """Functions whose result may share memory with their first argument."""
 

@@ -18,7 +18,7 @@ _WITHOUT_ROW = words(
     "tensor as_tensor asarray from_numpy frombuffer from_dlpack load item tolist numpy size dim numel stride "
     "__len__ __bool__ __float__ __int__ __index__ __format__ __repr__ __hash__ __contains__ __deepcopy__ __reduce_ex__ "
     "register_hook register_post_accumulate_grad_hook element_size is_floating_point is_complex data_ptr storage "
-    "untyped_storage storage_offset is_contiguous type ndimension nelement get_device device _set_grad_enabled "
+    "untyped_storage storage_offset is_contiguous ndimension nelement get_device device _set_grad_enabled "
     "is_tensor is_storage result_type can_cast is_same_size is_shared share_memory_ record_stream equal "
     "allclose"
 )

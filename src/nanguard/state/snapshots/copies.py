@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from nanguard import _compat
 from nanguard.errors import ProtocolError
 from nanguard.state.snapshots.bulk import copy_all
 from nanguard.state.snapshots.packing import Parcel, Place, flat, nbytes_of, pack, parcels_of, views_of
@@ -203,18 +204,25 @@ class Copier:
             if into is not None:
                 into.drop()
             copies = self.reserve(live)
-        copies.keep_loose(live)
-        done = None
-        if self._on_cuda:
-            packed = [place.name for place in copies._places.values()]
-            now = {name for name in at_once if name in copies._places}
-            later = {name: live[name] for name in packed if name not in now}
-            copy = self._to_device if self.where == "device" else self._to_host
-            done = copy(copies, {name: live[name] for name in now}, later)
-            for tensor in later.values():
-                tensor.record_stream(self._reader)  # its owner may drop it before it was read
-        copies.finish(done)
+        try:
+            copies.keep_loose(live)
+            copies.finish(self._begin(copies, live, at_once) if self._on_cuda else None)
+        except RuntimeError as error:
+            if _compat.stops_device(error):
+                _compat.never_free([copies])  # pinned memory
+            raise
         return copies
+
+    def _begin(self, copies: Copies, live: Mapping[str, Tensor], at_once: Collection[str]) -> Any:
+        """Starts copying what is packed. Returns the event that tells when that is done."""
+        packed = [place.name for place in copies._places.values()]
+        now = {name for name in at_once if name in copies._places}
+        later = {name: live[name] for name in packed if name not in now}
+        copy = self._to_device if self.where == "device" else self._to_host
+        done = copy(copies, {name: live[name] for name in now}, later)
+        for tensor in later.values():
+            tensor.record_stream(self._reader)  # its owner may drop it before it was read
+        return done
 
     def fence(self) -> None:
         """Makes the current stream wait, on the device, until what was taken may be written to. Does not sync.
