@@ -299,7 +299,8 @@ def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:
         before = replay.watched() if there_are else None
     if before is None or not before.is_finite:
         return None
-    same = [n for n in before.trace.notes if (n.op, n.place, n.module) == (note.op, note.place, note.module)]
+    where = note.phase, note.op, note.place, note.module
+    same = [each for each in before.trace.notes if (each.phase, each.op, each.place, each.module) == where]
     then = max((size_of(parent) for each in same for parent in each.parents), default=0.0)
     now = max((size_of(parent) for parent in note.parents), default=0.0)
     return (then, now, past.oldest_step) if same and now > _GREW * max(then, 1e-30) else None
