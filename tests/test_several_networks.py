@@ -230,7 +230,7 @@ def test_a_bare_tensor_that_another_optimizer_trains_is_not_data(tmp_path: Path)
 def test_lines_about_many_steps_name_the_network(tmp_path: Path) -> None:
     _, autopilot = run(tmp_path, TWO, G_RATE="1e-4", FACTOR='float("inf")')
     line = repeated(autopilot.incidents[1], same_as=0, count=2)
-    assert line == " nanguard  step 1  same as step 0 (D, trained by D_solver): step skipped (2 times now)"
+    assert line == " nanguard  step 1  same as step 0 (D): step skipped (2 times now)"
     told = sentence(autopilot, unsound=())
     assert "28 steps, 14 not applied" in told
     assert "the last 14 steps (D, trained by D_solver) in a row had no effect" in told
