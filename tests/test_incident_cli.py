@@ -23,6 +23,7 @@ from nanguard.cli import app
 from nanguard.incidents.bundle import Bundles
 from nanguard.incidents.files import INCIDENT, TENSORS
 from nanguard.incidents.reader import load
+from nanguard.records.run import RUN_LOG
 from nanguard.records.steps import Action, Outcome, Reading, Verdict
 from nanguard.replay.entry import build
 from nanguard.state.rng import RngReader
@@ -330,6 +331,14 @@ def test_without_a_path_the_newest_run_is_taken(tmp_path: Path, program: Path, m
     os.utime(new / "incidents", (0, 0))
     assert run("explain", "--json").exit_code == 0
     assert run("explain").stdout.startswith("runs/old, the newest run\n")
+    shutil.rmtree(new / "incidents")
+    (new / RUN_LOG).write_text(json.dumps({"event": "run", "time": 1.0, "schema": 2}) + "\n")
+    told = run("explain").stdout
+    assert told.startswith("nanguard-runs/new, the newest run\nnanguard-runs/new: no incidents in this run\n")
+    assert told.endswith("the newest run with incidents:\n  nanguard explain runs/old\n")
+    assert "reproduced: log_of_zero" in run("replay", "--entry", f"{program}:build").stdout, "of the one with incidents"
+    assert run("report").stdout.endswith("nanguard-runs/new/report.html\n")
+    assert "nanguard-runs/new" in run("watch", "--once").stdout
 
 
 def test_a_folder_of_runs_is_listed(tmp_path: Path, program: Path) -> None:
@@ -455,12 +464,13 @@ def test_the_same_is_found_again(program: Path, entry: str) -> None:
     assert "logarithm of zero" in result.stdout
 
 
-def test_of_a_run_the_last_incident_is_run(program: Path) -> None:
+def test_of_a_run_the_incident_that_explain_leads_with_is_run(program: Path) -> None:
     fail(program)
     fail(program, "rooted")
-    result = run("replay", program.parent / "run", "--entry", f"{program}:rooted")
+    assert "logarithm of zero" in run("explain", program.parent / "run", "--brief").stdout.partition("\n\n")[0]
+    result = run("replay", program.parent / "run", "--entry", f"{program}:build")
     assert result.exit_code == 0
-    assert "sqrt_grad_at_zero" in result.stdout
+    assert "log_of_zero" in result.stdout
 
 
 def test_weights_and_random_states_are_those_of_the_step(program: Path) -> None:

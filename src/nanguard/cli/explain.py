@@ -66,6 +66,9 @@ def explain(
             say(out, f"{path}, the newest run", style="dim")
         if nothing:
             say(out, nothing)
+            other = runs.newest_with_incidents() if asked is None else None
+            if other is not None:
+                say(out, f"the newest run with incidents:\n  {runs.command(other)}")
         for part in words.about(bundles, path if is_run else None, brief=brief):
             say(out, part)
         for trouble in troubles:
