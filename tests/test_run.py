@@ -265,6 +265,7 @@ def test_child_processes_are_guarded_too_or_it_is_said_that_they_are_not(
     trains = "guarded too" in told
     assert ("not applied" if trains else "no gradients were computed in this process") in last
     assert told in last if told else "child" not in last
+    assert ("(incidents are in nanguard-runs/" in last) == trains
 
 
 @pytest.mark.parametrize(
