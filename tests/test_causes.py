@@ -852,6 +852,20 @@ def an_element(model, batch):
     return model(x).mean()
 
 
+@made_in_the_step("mm", "this line puts a number that is Inf into a tensor", module="body")
+def a_row_of_infinities(model, batch):
+    x = batch.clone()
+    x[0] = INF  # guilty
+    return model(x).mean()
+
+
+@program("zero_times_inf", "mm", "an infinity is multiplied by 0, or added to one of the other sign", module="")
+def an_infinity_in_a_product(model, batch):
+    out = model(batch)
+    far = out.masked_fill(out < 2, -math.inf)
+    return (far @ out.mT * 0 + far @ torch.zeros(4, 1)).mean()  # guilty
+
+
 @made_in_the_step("mul", "this line makes a tensor of data that hold NaN at [1]", module="")
 def weights_in_a_list(model, batch):
     weight = torch.tensor([1.0, NAN, 1.0, 1.0])  # guilty

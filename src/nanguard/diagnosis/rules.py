@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanguard.diagnosis.ancestry import is_state, vanished_eps
-from nanguard.diagnosis.blame import TraceFinding, ancestors, computes_with_inf, feeds_a_module
+from nanguard.diagnosis.blame import PRODUCTS, TraceFinding, ancestors, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
@@ -295,6 +295,8 @@ def infinities(case: Case) -> Found:
         return "inf_minus_inf", f"{case.op} of an infinity"
     if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
         return "inf_minus_inf", "an infinity is divided by an infinity"
+    if case.op in PRODUCTS:
+        return "zero_times_inf", "an infinity is multiplied by 0, or added to one of the other sign, in this product"
     is_log = any(event.note.op.startswith("log") for event in ancestors(case.event.parents))
     return "zero_times_inf", "0 is multiplied by an infinity" + ", the logarithm of 0" * is_log
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.diagnosis import authorship, lines_in_place
 from nanguard.diagnosis.batch_names import in_words, names_of
-from nanguard.diagnosis.blame import TraceFinding
+from nanguard.diagnosis.blame import CARRIES, TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, NotRepeatable, module_of_untrained, operands_of, parameters_in, plain_dtype
@@ -37,8 +37,6 @@ _KEPT = (
     "the step before was not finite either: if the program keeps this from step to step, such as a hidden state, a "
     "queue or an average, it has to reset it"
 )
-
-_CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
 
 def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
@@ -182,7 +180,7 @@ def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
     for event in exam.run.trace.events:
         if event is not finding.event and any(id(parent) in line for parent in event.parents):
             line.add(id(event))
-            if event.note.op not in _CARRIES:
+            if event.note.op not in CARRIES:
                 return event.note if event.note.place is not None or carried is None else carried
             carried = event.note if event.note.place is not None else carried
     return finding.chain[1].note if len(finding.chain) > 1 else None
