@@ -286,16 +286,20 @@ def _write_on_the_way(finding: TraceFinding) -> TraceEvent | None:
 def _of_write(exam: Exam, finding: TraceFinding, write: TraceEvent) -> Diagnosis:
     note, (kind, _, name) = finding.event.note, write.wrote.partition(" ")
     is_computed = finding.event.kind in ("birth", "turned")
-    why = name_cause(Case(exam.run.trace, finding))[1] if is_computed else "a constant"
+    cause, why = name_cause(Case(exam.run.trace, finding)) if is_computed else ("unknown", "a constant")
+    because = f"the program itself writes a non-finite value into {name} during the step: {why}"
+    if cause != "unknown":
+        because = f"{why}; the program itself writes the result into {name} during the step"
+    corrupted = "parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted"
     return Diagnosis(
-        phase="parameter" if kind == "parameter" else "optimizer",
-        cause="parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted",
+        phase="forward" if cause != "unknown" else "parameter" if kind == "parameter" else "optimizer",
+        cause=corrupted if cause == "unknown" else cause,
         op=note.op,
         module=name.rpartition(".")[0],
         source=source_of(note.place),
         dtype=plain_dtype(note.dtype),
         shape=note.shape,
-        because=f"the program itself writes a non-finite value into {name} during the step: {why}",
+        because=because,
         operands=operands_of(finding.event),
         confidence="certain",
     )
