@@ -110,7 +110,8 @@ def _where(diagnosis: Diagnosis) -> str:
     line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
     place = ", ".join(filter(None, [line, module and f"in {module}"]))
     if diagnosis.phase == "data" and not diagnosis.is_line_of_maker:
-        place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
+        used = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
+        place = used.replace("first used at probably", "probably first used at")
     elif diagnosis.phase == "data":  # the line is where the data come from
         used = f"in {module}" if module else op and f"by {op}"
         place = ", ".join(filter(None, [line and f"{line} makes it", used and f"first used {used}"]))
