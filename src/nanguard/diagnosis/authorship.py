@@ -7,6 +7,7 @@ The result is a likely line, not a proven one.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from nanguard.diagnosis.slicing import (
     is_nonfinite_literal,
     last_name,
     source_of_node,
+    stored_by,
     stored_names,
     targets_of,
 )
@@ -83,6 +85,23 @@ def _is_harmless(written: ast.AST | None) -> bool:
     """True for a number as programs write it: ``table.weight.data[0] = 0`` makes nothing non-finite, nor large."""
     value = written.operand if isinstance(written, ast.UnaryOp) else written
     return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and abs(value.value) <= 1e6
+
+
+def line_that_fills(owner: type, names: Sequence[str]) -> Source | None:
+    """The line of a class that most likely gives one of these attributes NaN or Inf, or what it is computed from."""
+    classes = [each for each in owner.__mro__ if is_users(each)]
+    files = [getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes]
+    program = ProgramSource(tuple(dict.fromkeys(filter(None, files))))
+    found = [
+        program.origin(file, statement, value)
+        for file, node in program.nodes(ast.ClassDef)
+        if node.name in {each.__name__ for each in classes}
+        for statement in ast.walk(node)
+        for name, value in stored_by(statement)
+        if name in names
+    ]
+    best = max(found, key=lambda origin: origin.risk, default=None)
+    return best.source if best is not None and best.risk > 1 else None
 
 
 def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:

@@ -101,8 +101,13 @@ class Exam:
 
     def record_read_again(self, samples: Sequence[int]) -> RecordReadAgain:
         """The first of these samples: whether it is finite now, and the line of the dataset that made it non-finite."""
-        indices, dataset = self.dataset_indices(samples[:1]), whole_dataset(self.pending.fetched)
+        indices, dataset = self.dataset_indices(samples[:1]), self.dataset
         return read_again(dataset, indices[0]) if indices and dataset is not None else RecordReadAgain()
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the batch is of; None if it is not known."""
+        return whole_dataset(self.pending.fetched)
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
         """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""

@@ -176,7 +176,7 @@ def exp(case: Case) -> Found:
     source = case.evidence.source("self")
     if case.op == "sum" and case.is_birth and isinstance(source, Note) and source.op == "exp":
         words = f"the sum of exponentials up to {number(source.look.high)} exceeds {case.dtype}"
-        return None if case.evidence.finite_in else ("exp_overflow", words)
+        return None if case.evidence.finite_in == "fp32" else ("exp_overflow", words)
     if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
         return None
     top = _argument(case)

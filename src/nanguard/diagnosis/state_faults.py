@@ -112,6 +112,8 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if record.source is not None:
         return replace(diagnosis, source=record.source, makes_data=True)
     diagnosis = replace(diagnosis, is_record_finite=record.is_finite)
+    if record.held and (line := authorship.line_that_fills(type(exam.dataset), record.held)) is not None:
+        return replace(diagnosis, source=line, is_line_traced=False)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
