@@ -1091,7 +1091,7 @@ class ABufferThatIsWritten(nn.Module):
         return h
 
 
-@program("parameter_corrupted", "div", "into head.axis during the step: a vector of zeros", phase="parameter")
+@program("division_by_near_zero_norm", "div", "norm; the program itself writes the result into head.axis during the step")
 class AParameterThatIsWritten(nn.Module):
     def __init__(self):
         super().__init__()
