@@ -893,6 +893,14 @@ def a_table_of_the_program(model, batch):
     return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
 
 
+FAR_TARGETS = torch.tensor([[1.0, INF, INF, 4]])
+
+
+@made_in_the_step("mse_loss", "target of mse_loss, which no op of the step was seen to make, holds Inf", module="")
+def targets_that_are_infinite(model, batch):
+    return F.mse_loss(model(batch), FAR_TARGETS)  # guilty
+
+
 @program("div_by_zero", "div", "1 / 0: the divisor is a number of the program")
 def a_division_by_what_is_false(h):
     return h / (len(h) > 5)  # guilty
@@ -1091,7 +1099,9 @@ class ABufferThatIsWritten(nn.Module):
         return h
 
 
-@program("division_by_near_zero_norm", "div", "norm; the program itself writes the result into head.axis during the step")
+@program(
+    "division_by_near_zero_norm", "div", "norm; the program itself writes the result into head.axis during the step"
+)
 class AParameterThatIsWritten(nn.Module):
     def __init__(self):
         super().__init__()

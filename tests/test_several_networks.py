@@ -262,3 +262,26 @@ def test_a_panel_does_not_begin_behind_a_progress_bar(monkeypatch: pytest.Monkey
             logging.getLogger("nanguard").warning(" nanguard  step 0  the loss is NaN")
     lines = stream.getvalue().replace("\r", "\n").splitlines()
     assert lines.count(" nanguard  step 0  the loss is NaN") == 2
+
+
+def test_steps_that_are_too_long_are_to_blame_for_what_another_network_computes() -> None:
+    """The first network grows by the learning rate, step by step, and makes the targets of the second one overflow."""
+    torch.manual_seed(0)
+    x = torch.ones(4, 1)
+    with nanguard.install() as autopilot:
+        far, near = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+        nn.init.constant_(far.weight, 0.3)
+        far_optimizer = torch.optim.Adam(far.parameters(), lr=8)
+        near_optimizer = torch.optim.SGD(near.parameters(), lr=1e-30)
+        while not autopilot.incidents:
+            with torch.no_grad():
+                y = far(x).exp()
+            near_optimizer.zero_grad()
+            nn.functional.mse_loss(near(x), y).backward()
+            near_optimizer.step()
+            far_optimizer.zero_grad()
+            (-far(x).mean()).backward()
+            far_optimizer.step()
+    found = first(autopilot)
+    assert found.cause == "learning_rate_too_high"
+    assert "weight grew from 0.3 to 48.3 in 6 steps of Adam with lr=8" in found.because

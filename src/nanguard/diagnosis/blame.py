@@ -33,6 +33,7 @@ _ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "
 PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
 CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view", "fill", "index_put"))
 """They pass values on as they are."""
+_LOSSES = frozenset(("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss"))
 _ENDS_IN_ZERO = frozenset(("div", "exp", "reciprocal", "rsqrt", "sigmoid", "true_divide"))
 """Of an infinity."""
 _KEEPS_ZERO = frozenset(("abs", "clone", "mean", "mul", "neg", "pow", "sqrt", "square", "sum", "to_copy"))
@@ -133,7 +134,7 @@ def is_suspect(event: TraceEvent) -> bool:
 
 
 def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
-    """True for infinities in the data that a layer multiplies by its weights: a mask is added, or fills something.
+    """True for infinities in data that a layer multiplies by its weights, or that are a target: a mask is added.
 
     The program may have put such a number into its data in this step.
     """
@@ -142,7 +143,7 @@ def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
     line = {id(event)}
     for each in trace.events:
         if any(id(parent) in line for parent in each.parents):
-            if each.note.op in PRODUCTS:
+            if each.note.op in PRODUCTS or each.note.op in _LOSSES:
                 return True
             if each.note.op in CARRIES and not each.note.roots & PARAMETER:
                 line.add(id(each))
