@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -262,6 +263,27 @@ def test_a_panel_does_not_begin_behind_a_progress_bar(monkeypatch: pytest.Monkey
             logging.getLogger("nanguard").warning(" nanguard  step 0  the loss is NaN")
     lines = stream.getvalue().replace("\r", "\n").splitlines()
     assert lines.count(" nanguard  step 0  the loss is NaN") == 2
+
+
+def test_in_a_program_that_logs_itself_a_panel_does_not_begin_behind_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("nanguard").addHandler(handler)
+    try:
+        with nanguard.install():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in tqdm(range(1), mininterval=0):
+                model(torch.full((2, 2), math.nan)).mean().backward()
+                optimizer.step()
+    finally:
+        logging.getLogger("nanguard").removeHandler(handler)
+    lines = stream.getvalue().replace("\r", "\n").splitlines()
+    assert " nanguard  step 0  the loss is NaN: step skipped, nothing changed" in lines
 
 
 def test_steps_that_are_too_long_are_to_blame_for_what_another_network_computes() -> None:
