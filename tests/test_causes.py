@@ -872,6 +872,13 @@ def a_row_of_infinities(model, batch):
     return model(x).mean()
 
 
+@made_in_the_step("native_layer_norm", "this line puts a number that is Inf into a tensor", module="")
+def an_infinity_that_is_normalised(model, batch):
+    x = batch.clone()
+    x[0, 1] = INF  # guilty
+    return model(F.layer_norm(x, (4,))).mean()
+
+
 @program("zero_times_inf", "mm", "an infinity is multiplied by 0, or added to one of the other sign", module="")
 def an_infinity_in_a_product(model, batch):
     out = model(batch)

@@ -33,7 +33,12 @@ _ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "
 PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
 CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view", "fill", "index_put"))
 """They pass values on as they are."""
-_LOSSES = frozenset(("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss"))
+_TAKES_NO_MASK = frozenset(
+    (
+        *("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss"),
+        *("cudnn_batch_norm", "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "var"),
+    )
+)
 _ENDS_IN_ZERO = frozenset(("div", "exp", "reciprocal", "rsqrt", "sigmoid", "true_divide"))
 """Of an infinity."""
 _KEEPS_ZERO = frozenset(("abs", "clone", "mean", "mul", "neg", "pow", "sqrt", "square", "sum", "to_copy"))
@@ -143,7 +148,7 @@ def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
     line = {id(event)}
     for each in trace.events:
         if any(id(parent) in line for parent in each.parents):
-            if each.note.op in PRODUCTS or each.note.op in _LOSSES:
+            if each.note.op in PRODUCTS or each.note.op in _TAKES_NO_MASK:
                 return True
             if each.note.op in CARRIES and not each.note.roots & PARAMETER:
                 line.add(id(each))
