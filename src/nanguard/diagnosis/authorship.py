@@ -104,15 +104,24 @@ def line_that_fills(owner: type, names: Sequence[str]) -> Source | None:
     return best.source if best is not None and best.risk > 1 else None
 
 
-def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
-    """The last line that stores something under this key: ``state["exp_avg_sq"] = ...``."""
-    found = None
+def lines_that_set_entry(key: str, files: Iterable[str]) -> list[Source]:
+    """The lines that store something under this key: ``state["exp_avg_sq"] = ...``."""
+    found = []
     for file, node in ProgramSource(tuple(files)).nodes(ast.Assign):
         for target in targets_of(node):
             index = target.slice if isinstance(target, ast.Subscript) else None
             if isinstance(index, ast.Constant) and index.value == key:
-                found = source_of_node(file, node)
+                found.append(source_of_node(file, node))
     return found
+
+
+def line_that_gives(name: str, kind: str, files: Iterable[str]) -> Source | None:
+    """The line that may have made the argument of this name of the only such call: ``CrossEntropyLoss(weight=w)``."""
+    program = ProgramSource(tuple(files))
+    calls = [(file, call) for file, call in program.nodes(ast.Call) if last_name(call.func) == kind]
+    given = [(file, call, each.value) for file, call in calls for each in call.keywords if each.arg == name]
+    origin = program.origin(*given[0]) if len(given) == 1 else None
+    return origin.source if origin is not None and origin.risk > 1 else None
 
 
 def line_that_makes_data(

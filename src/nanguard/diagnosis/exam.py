@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,9 +69,15 @@ class Exam:
     is_from_loader: bool = True
 
     def files(self, *others: object) -> list[str]:
-        """Of the user's program: where the loss functions, the modules and the classes of ``others`` are defined."""
+        """Of the user's program: where loss functions, modules and the classes of ``others`` are defined, and what ran.
+
+        A cell of a notebook is a file, too.
+        """
         functions = (micro.loss_fn for micro in self.pending.microbatches)
-        return user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
+        files = user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
+        ran = dict.fromkeys(note.place[0] for note in self.run.trace.notes if note.place is not None)
+        known = set(map(os.path.abspath, files))  # a program may be run by a relative path
+        return [*files, *(file for file in ran if os.path.abspath(file) not in known)]
 
     def batch(self) -> Any:
         """The batch that failed, as far as it is known."""

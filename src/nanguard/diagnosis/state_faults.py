@@ -133,21 +133,22 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
 
 def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
     """A weight, running mean or table of a module that this network does not contain: a frozen one, another, a loss."""
-    others = [parts.state for parts in exam.parts.other_parts()]
-    tensors = [each for state in others for each in (*state.parameters().values(), *state.buffers().values())]
-    is_trained = any(held.tensor is each for each in tensors)
+    states = [parts.state for parts in exam.parts.other_parts()]
+    is_trained = any(held.tensor is t for each in states for t in (each.parameters() | each.buffers()).values())
     whose = "which another optimizer trains" if is_trained else "which is not trained"
-    is_statistic = held.name.rpartition(".")[2].startswith("running_")
-    is_weight = held.kind == "parameter"
+    is_weight, key = held.kind == "parameter", held.name.rpartition(".")[2]
     lines = lines_in_place.lines_that_write(exam.files()) if is_weight and not is_trained else ()
-    written = lines_in_place.in_words(lines)
-    cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
+    where = _what_and_where(where_bad(held.tensor))
+    cause = "buffer_corrupted" if key.startswith("running_") else "nonfinite_constant"
+    line = None if is_weight else authorship.line_that_gives(key, held.network, exam.files())
     return replace(
         diagnosis,
         phase=held.kind,
+        source=line or diagnosis.source,
+        is_line_traced=line is None,
         cause="parameter_corrupted" if is_weight else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, {whose}, held {_what_and_where(where_bad(held.tensor))} before the step{written}",
+        because=f"{held}, {whose}, held {where} before the step{lines_in_place.in_words(lines)}",
         samples=(),
     )
 
@@ -380,7 +381,7 @@ def _line_of_state(exam: Exam, event: TraceEvent, name: str) -> Source | None:
         names += [each.name for each in waiting if isinstance(each, Leaf)]
         waiting = [parent for each in waiting if isinstance(each, Note) for parent in each.parents]
     keys = [each.partition(" ")[2].partition(" of ")[0] for each in names if each.startswith("state ")]
-    return authorship.line_that_sets_entry(keys[0], exam.files()) if keys else None
+    return next(reversed(authorship.lines_that_set_entry(keys[0], exam.files())), None) if keys else None
 
 
 def _first_in_backward(exam: Exam, finding: TraceFinding) -> TraceFinding:
