@@ -564,7 +564,12 @@ def a_norm_with_an_eps_of_nothing(h):
     return F.layer_norm(h, (4,), eps=1e-60)  # guilty
 
 
-@program("std_of_single_element", "std", "divides by 1 - 1; the program itself writes the result into head.scale")
+@program(
+    "std_of_single_element",
+    "std",
+    "divides by 1 - 1; the program itself writes the result into head.scale",
+    phase="parameter",
+)
 class AScaleMadeOfTheFirstBatch(nn.Module):
     def __init__(self):
         super().__init__()

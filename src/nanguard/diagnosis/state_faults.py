@@ -295,7 +295,7 @@ def _of_write(exam: Exam, finding: TraceFinding, write: TraceEvent) -> Diagnosis
         because = f"{why}; the program itself writes the result into {name} during the step"
     corrupted = "parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted"
     return Diagnosis(
-        phase="forward" if cause != "unknown" else "parameter" if kind == "parameter" else "optimizer",
+        phase="parameter" if kind == "parameter" else "optimizer",
         cause=corrupted if cause == "unknown" else cause,
         op=note.op,
         module=name.rpartition(".")[0],
