@@ -1112,7 +1112,10 @@ class ABufferThatIsWritten(nn.Module):
 
 
 @program(
-    "division_by_near_zero_norm", "div", "norm; the program itself writes the result into head.axis during the step"
+    "division_by_near_zero_norm",
+    "div",
+    "norm; the program itself writes the result into head.axis during the step",
+    phase="parameter",
 )
 class AParameterThatIsWritten(nn.Module):
     def __init__(self):
