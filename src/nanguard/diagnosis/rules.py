@@ -270,7 +270,7 @@ def gamma(case: Case) -> Found:
     if is_label(case):
         return (
             "label_out_of_domain",
-            f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
+            f"{case.op} of {number(value)}, made of the batch alone",
         )
     return "log_of_zero", f"{case.op} has a pole at {number(value)}"
 
