@@ -352,6 +352,10 @@ def test_a_folder_of_runs_is_listed(tmp_path: Path, program: Path) -> None:
     assert [line.partition("   ")[0] for line in lines[:2]] == [str(tmp_path / "mine" / name) for name in ("b", "a")]
     assert "1 saved incidents; its log cannot be read" in lines[0]
     assert lines[-1] == f"  nanguard explain {tmp_path / 'mine' / 'a'}"
+    shutil.rmtree(tmp_path / "mine" / "a" / "incidents")
+    (tmp_path / "mine" / "a" / RUN_LOG).write_text(json.dumps({"event": "run", "time": 1.0, "schema": 2}) + "\n")
+    lines = run("explain", tmp_path / "mine").stdout.splitlines()
+    assert lines[-1] == f"  nanguard explain {tmp_path / 'mine' / 'b'}", "the newest one that has incidents"
     assert json.loads(run("explain", tmp_path / "mine", "--json").stdout)["runs"][1].endswith("/a")
 
 
