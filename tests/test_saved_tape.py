@@ -490,11 +490,11 @@ def replayed_after_run(folder: Path, program: str, says: str) -> str:
 
 
 def test_parts_of_a_model_that_are_called_one_by_one(tmp_path: Path) -> None:
-    replayed_after_run(tmp_path, SEVERAL, "reproduced: division_by_near_zero_norm, div, train.py:10")
+    replayed_after_run(tmp_path, SEVERAL, "reproduced: division by a norm that is zero, div, train.py:10")
 
 
 def test_run_and_replay(tmp_path: Path) -> None:
-    printed = replayed_after_run(tmp_path, PROGRAM, "reproduced: div_by_zero, div, train.py:10")
+    printed = replayed_after_run(tmp_path, PROGRAM, "reproduced: division by zero, div, train.py:10")
     assert "only the calls of the model" not in printed
     explained = command(tmp_path, "explain", "a/incidents/0001")
     assert explained.returncode == 0

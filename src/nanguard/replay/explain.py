@@ -159,7 +159,7 @@ def outcome(replayed: Replayed, bundle: Bundle) -> str:
 def _what(diagnosis: Diagnosis) -> str:
     where = f" in {diagnosis.module}" if diagnosis.module else ""
     at = f", {diagnosis.source}" if diagnosis.source is not None else ""
-    return f"{diagnosis.cause}, {diagnosis.op or diagnosis.phase}{where}{at}"
+    return f"{diagnosis.words}, {diagnosis.op or diagnosis.phase}{where}{at}"
 
 
 def _around(source: Source) -> Iterator[str]:

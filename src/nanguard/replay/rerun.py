@@ -149,7 +149,7 @@ def replay(stage: Stage) -> Replayed:
         if found is not None:
             break
     if found is not None and recorded is not None and _is_known_by_history(recorded, found):
-        stage.notes.append(f"the run called it {recorded.cause} because of the steps before; alone it is {found.cause}")
+        stage.notes.append(f"the run called it {recorded.words} because of the steps before; alone it is {found.words}")
     if found is not None and recorded is not None and _is_same_damage(recorded, found):
         stage.notes.append("the saved weights are damaged; that happened before this step and cannot be replayed")
     return Replayed(
