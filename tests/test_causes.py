@@ -564,6 +564,24 @@ def a_norm_with_an_eps_of_nothing(h):
     return F.layer_norm(h, (4,), eps=1e-60)  # guilty
 
 
+@program(
+    "std_of_single_element",
+    "std",
+    "divides by 1 - 1; the program itself writes the result into head.scale",
+    phase="parameter",
+)
+class AScaleMadeOfTheFirstBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, h):
+        with torch.no_grad():
+            spread = h.std(0)  # guilty
+            self.scale.data.copy_(1 / spread)
+        return h * self.scale
+
+
 # ---- infinities that were there ------------------------------------------------------------------------------------
 
 
@@ -852,6 +870,27 @@ def an_element(model, batch):
     return model(x).mean()
 
 
+@made_in_the_step("mm", "this line puts a number that is Inf into a tensor", module="body")
+def a_row_of_infinities(model, batch):
+    x = batch.clone()
+    x[0] = INF  # guilty
+    return model(x).mean()
+
+
+@made_in_the_step("native_layer_norm", "this line puts a number that is Inf into a tensor", module="")
+def an_infinity_that_is_normalised(model, batch):
+    x = batch.clone()
+    x[0, 1] = INF  # guilty
+    return model(F.layer_norm(x, (4,))).mean()
+
+
+@program("zero_times_inf", "mm", "an infinity is multiplied by 0, or added to one of the other sign", module="")
+def an_infinity_in_a_product(model, batch):
+    out = model(batch)
+    far = out.masked_fill(out < 2, -math.inf)
+    return (far @ torch.tensor([[0.0], [1.0], [1.0], [1.0]])).mean()  # guilty
+
+
 @made_in_the_step("mul", "this line makes a tensor of data that hold NaN at [1]", module="")
 def weights_in_a_list(model, batch):
     weight = torch.tensor([1.0, NAN, 1.0, 1.0])  # guilty
@@ -864,6 +903,14 @@ TABLE_OF_THE_PROGRAM = torch.tensor([1.0, 2, NAN, 4])
 @made_in_the_step("add", "other of add, which no op of the step was seen to make, holds NaN at [2]", module="")
 def a_table_of_the_program(model, batch):
     return (model(batch) + TABLE_OF_THE_PROGRAM).mean()  # guilty
+
+
+FAR_TARGETS = torch.tensor([[1.0, INF, INF, 4]])
+
+
+@made_in_the_step("mse_loss", "target of mse_loss, which no op of the step was seen to make, holds Inf", module="")
+def targets_that_are_infinite(model, batch):
+    return F.mse_loss(model(batch), FAR_TARGETS)  # guilty
 
 
 @program("div_by_zero", "div", "1 / 0: the divisor is a number of the program")
@@ -1064,7 +1111,12 @@ class ABufferThatIsWritten(nn.Module):
         return h
 
 
-@program("parameter_corrupted", "div", "into head.axis during the step: a vector of zeros", phase="parameter")
+@program(
+    "division_by_near_zero_norm",
+    "div",
+    "norm; the program itself writes the result into head.axis during the step",
+    phase="parameter",
+)
 class AParameterThatIsWritten(nn.Module):
     def __init__(self):
         super().__init__()

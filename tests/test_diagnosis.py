@@ -809,7 +809,7 @@ def test_why_something_was_not_tried_is_said() -> None:
     assert {trial.result for trial in diagnosis.tried} == {None}
     assert {trial.detail for trial in diagnosis.tried} == {"raises IndexError: always the same ones"}
     assert diagnosis.samples == ()  # no experiment shows it
-    assert "not tried: raises IndexError" in diagnosis.report()
+    assert "no result: raises IndexError" in diagnosis.report()
 
     def large(model: nn.Module, x: Tensor) -> Tensor:
         if not torch.equal(x, with_zero()):
@@ -1043,3 +1043,38 @@ def test_infinite_numbers_in_a_record_are_kept() -> None:
     diagnosis = Diagnosis(phase="forward", cause="unknown", operands=(operand,))
     (again,) = Diagnosis.from_dict(json.loads(json.dumps(plain(diagnosis.as_dict())))).operands
     assert (again.low, again.high, str(again.value)) == (-INF, INF, "nan")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        scores = self.q(h) @ self.k(h).mT
+        return scores.softmax(-1) @ h
+
+
+def test_growth_is_that_of_the_operands_of_the_same_pass() -> None:
+    """Gradients that a loss scale has made large pass the same line, by the same op."""
+    torch.manual_seed(0)
+    model, h = Attention(), torch.randn(2, 3, 4)
+    guard = Guard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-9),
+        policy=PATIENT,
+        precision="fp16",
+        loss_scale=nanguard.LossScale(initial=2.0**14),
+        snapshots=Snapshots(every=2, confirm=1, keep=9),
+    )
+    with torch.no_grad():
+        size = max(model.q(h).abs().max(), model.k(h).abs().max()).item()
+    for step in range(6):
+        if step == 5:
+            with torch.no_grad():
+                model.q.weight.mul_(400)
+                model.k.weight.mul_(400)
+        guard.step(lambda model, h: model(h).float().sum(), h)
+    assert the(guard).cause == "attention_logit_growth"
+    then = float(the(guard).because.partition("grown from ")[2].partition(" ")[0])
+    assert then == pytest.approx(size, rel=0.01)

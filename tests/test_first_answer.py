@@ -67,6 +67,46 @@ def test_weights_of_classes_are_no_data(sync: Any) -> None:
     assert found.samples in ((), (5,))
 
 
+WEIGHTED = """
+import torch
+from torch import nn
+counts = torch.tensor([3.0, 5.0, 8.0, 0.0])
+weight = counts.sum() / counts
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
+criterion(model(torch.rand(6, 4)), torch.arange(6) % 3).backward()
+optimizer.step()
+"""
+
+SCHEDULED = """
+import math
+import torch
+from torch import nn
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for group in optimizer.param_groups:
+        group["lr"] = math.inf if step == 1 else 0.1
+    optimizer.zero_grad()
+    model(torch.rand(6, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("text", "number"), [(WEIGHTED, 5), (SCHEDULED, 9)])
+def test_the_line_that_sets_a_number_that_is_not_finite_is_found(text: str, number: int, tmp_path: Path) -> None:
+    """The weight of a class that has no sample, and a learning rate."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    with nanguard.install() as autopilot:
+        exec(compile(text, str(script), "exec"), {"__name__": "__main__"})
+    found = first(autopilot.incidents)
+    assert (found.cause, found.is_line_traced) == ("nonfinite_constant", False)
+    assert found.source is not None
+    assert found.source.line == number
+
+
 @SYNCS
 @pytest.mark.parametrize(
     ("name", "cause"),

@@ -35,7 +35,13 @@ def by_grad_of_one(loss: Tensor, w: Tensor) -> Tensor:
     return grad
 
 
-ways = pytest.mark.parametrize("way", [by_backward, by_grad, by_grad_of_one])
+def by_grad_of_an_iterator(loss: Tensor, w: Tensor) -> Tensor:
+    """As of ``model.parameters()``."""
+    (grad,) = torch.autograd.grad(loss, iter([w]))
+    return grad
+
+
+ways = pytest.mark.parametrize("way", [by_backward, by_grad, by_grad_of_one, by_grad_of_an_iterator])
 
 
 def spread(w: Tensor) -> Tensor:
@@ -184,3 +190,15 @@ def test_compiled_code_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         w = torch.ones(3, requires_grad=True)
         torch.compile(lambda w: w.exp().sum(), backend="aot_eager")(w).backward()
     assert torch.allclose(w.grad, w.detach().exp())  # type: ignore[arg-type]
+
+
+def test_the_line_that_uses_bad_data_is_not_said_to_make_them(tmp_path: Path) -> None:
+    script = tmp_path / "first_step.py"
+    script.write_text(
+        "import torch\nw = torch.ones(3, requires_grad=True)\ngain = torch.ones(1).std()\n(w * gain).sum().backward()\n"
+    )
+    with pytest.warns(UserWarning, match="degrees of freedom"), nanguard.install() as autopilot:
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+    (incident,) = autopilot.incidents
+    assert incident.diagnosis is not None
+    assert "where     probably first used at first_step.py:4 (mul, data)" in str(incident.diagnosis)

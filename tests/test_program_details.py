@@ -273,6 +273,51 @@ def test_the_line_of_a_dataset_that_makes_a_record_bad_is_found_by_reading_it_ag
         assert drawn == list(np.random.RandomState(0).rand(3))
 
 
+class Prepared(Dataset[Tensor]):
+    """Computes its records when it is made. What it does to them when they are read is not to blame."""
+
+    scale = 2.0
+
+    def __init__(self, how: str) -> None:
+        raw = np.random.default_rng(0).random((16, 3)).astype(np.float32)
+        raw[6] = 0.25
+        self.rows: Any = []
+        if how == "appended":
+            for row in raw:
+                centred = row - row.mean()
+                self.rows.append(centred / np.abs(centred).max())  # appended
+        else:
+            self.table, self.num = self.prepared(raw)
+
+    def prepared(self, raw: Any) -> Any:
+        centred = raw - raw.mean(1, keepdims=True)
+        scaled = centred / np.abs(centred).max(1, keepdims=True)  # returned
+        return scaled, len(raw)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        scaled = (self.rows[index] if self.rows else self.table[index]) / self.scale
+        return torch.from_numpy(scaled)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("how", ["appended", "returned"])
+def test_the_line_that_made_a_record_when_the_dataset_was_made_is_found(how: str) -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(3, 2)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for rows in DataLoader(Prepared(how), batch_size=4):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.dataset_indices) == ("input_nonfinite", (6,))
+    assert place(found)[1] == line(how)
+    assert not found.is_line_traced, "the panel says probably"
+
+
 # ---- which sample ----------------------------------------------------------------------------------------------------
 
 

@@ -351,6 +351,7 @@ def test_the_only_optimizer_of_a_run_is_not_named(tmp_path: Path) -> None:
 def test_all_kinds_of_events_are_marked(tmp_path: Path) -> None:
     responses = ("skip", "lower_lr", "raise_precision", "roll_back", "act", "warn", "halt", "back_off")
     incidents = [incident_line(place + 1, outcome(place, response=r)) for place, r in enumerate(responses)]
+    incidents.append(incident_line(20, outcome(20, response="skip", did="the program raised ValueError")))
     others = [
         {
             "event": name,
@@ -705,3 +706,42 @@ def test_what_a_rung_did_among_skips_is_told_on_the_card(never_finite: Path) -> 
     text = re.sub(r"\s+", " ", " ".join(Outline(make_report([never_finite]).html).words))
     assert "steps 0 to 3" in text
     assert "the loss is NaN: 1x step skipped, learning rate lowered; 3x step skipped, nothing changed" in text
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_the_steps_of_several_optimizers_are_told_in_order(tmp_path: Path) -> None:
+    """Neighbours are one stretch, whichever optimizer made them, and a loss is compared with its own first one."""
+    lines, incidents = [header(optimizer="D")], []
+    for step in range(9):
+        for name in ("D", "G"):
+            bad = step > 2
+            loss = (1.0 if name == "D" else -4.0) - step / 10
+            lines.append(step_line(step, optimizer=name, skipped=bad, loss=math.nan if bad else loss))
+            incidents += [incident_line(2 * step, outcome(step)) | {"optimizer": name}] * bad
+    log = write_log(tmp_path, *lines, *incidents)
+    text = Outline(make_report([log]).html).text
+    assert "at steps 3 to 8" in " ".join(text.split())
+    assert "last finite loss -4.2 at step 2, from -4" in " ".join(text.split())
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_a_run_that_was_halted_is_not_one_that_ended(tmp_path: Path) -> None:
+    """The program ends after that, or catches the error and goes on."""
+    halted = [header(), step_line(0), incident_line(1, outcome(1, response="halt"))]
+    over = {"event": "end", "time": 1001.0, "counts": {"applied": 1, "halted": 1}}
+    assert "Training halted at step 1." in plain_summary(
+        make_report([write_log(tmp_path / "a", *halted, over)]).stories[0]
+    )
+    assert "halted" not in plain_summary(
+        make_report([write_log(tmp_path / "b", *halted, step_line(2), over)]).stories[0]
+    )
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_what_a_program_did_itself_is_not_called_a_response(tmp_path: Path) -> None:
+    told = outcome(1, did="the program raised RuntimeError: no")
+    log = write_log(tmp_path, header(), step_line(0), incident_line(1, told))
+    summary = plain_summary(make_report([log]).stories[0])
+    assert summary.endswith("at step 1: the program raised RuntimeError: no.")
+    marks = json.loads(Outline(make_report([log]).html).scripts[1])["runs"][0]["marks"]
+    assert [mark["kind"] for mark in marks] == ["left_out"]

@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import nanguard
 from nanguard.autopilot.entry import begin
-from nanguard.errors import BundleError
+from nanguard.errors import BundleError, ReplayError
 from nanguard.hosted.settings import Settings
 from nanguard.incidents import bundle as bundle_module
 from nanguard.incidents.bundle import folders
@@ -455,6 +455,30 @@ for step in range(5):
 """
 
 
+AS_A_MODULE = """\
+import torch
+from torch import nn
+from .sizes import LARGE
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loud, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        return self.out(self.loud(x) * 1e-4)
+net = Net()
+nn.init.constant_(net.loud.weight, 1.0)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+for step in range(3):
+    x = torch.ones(2, 4) * (LARGE if step == 1 else 1.0)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = net(x).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
 def replayed_after_run(folder: Path, program: str, says: str) -> str:
     """Runs a program with a fault, and replays it. What the replay prints begins with ``says``."""
     (folder / "train.py").write_text(program)
@@ -466,15 +490,39 @@ def replayed_after_run(folder: Path, program: str, says: str) -> str:
 
 
 def test_parts_of_a_model_that_are_called_one_by_one(tmp_path: Path) -> None:
-    replayed_after_run(tmp_path, SEVERAL, "reproduced: division_by_near_zero_norm, div, train.py:10")
+    replayed_after_run(tmp_path, SEVERAL, "reproduced: division by a norm that is zero, div, train.py:10")
 
 
 def test_run_and_replay(tmp_path: Path) -> None:
-    printed = replayed_after_run(tmp_path, PROGRAM, "reproduced: div_by_zero, div, train.py:10")
+    printed = replayed_after_run(tmp_path, PROGRAM, "reproduced: division by zero, div, train.py:10")
     assert "only the calls of the model" not in printed
     explained = command(tmp_path, "explain", "a/incidents/0001")
     assert explained.returncode == 0
     assert "batch, tape" in explained.stdout
+
+
+def test_a_program_that_was_run_as_a_module_is_run_as_one_again(tmp_path: Path) -> None:
+    """With imports relative to its package, and with advice that can be followed under nanguard run."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "sizes.py").write_text("LARGE = 3e4\n")
+    (package / "train.py").write_text(AS_A_MODULE)
+    assert command(tmp_path, "run", "-m", "package.train").returncode == 0
+    replayed = command(tmp_path, "replay", "nanguard-runs/train")
+    assert replayed.returncode == 0, replayed.stderr
+    assert "running -m package.train again, up to step 1\n" in replayed.stderr
+    assert "nanguard run --keep-fp32 loud ..." in replayed.stdout
+    assert "guard." not in replayed.stdout
+
+
+def test_a_step_of_a_child_process_is_not_looked_for_in_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    with begin(Settings(run_dir=tmp_path / "a", script=str(file), is_child=True)):
+        runpy.run_path(str(file))
+    (found,) = folders(tmp_path / "a")
+    with pytest.raises(ReplayError, match=r"in a process that train\.py had started, .* --entry train\.py:build"):
+        program_of(load(found))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def test_a_bare_tensor_that_another_optimizer_trains_is_not_data(tmp_path: Path)
 def test_lines_about_many_steps_name_the_network(tmp_path: Path) -> None:
     _, autopilot = run(tmp_path, TWO, G_RATE="1e-4", FACTOR='float("inf")')
     line = repeated(autopilot.incidents[1], same_as=0, count=2)
-    assert line == " nanguard  step 1  same as step 0 (D, trained by D_solver): step skipped (2 times now)"
+    assert line == " nanguard  step 1  same as step 0 (D): step skipped (2 times now)"
     told = sentence(autopilot, unsound=())
     assert "28 steps, 14 not applied" in told
     assert "the last 14 steps (D, trained by D_solver) in a row had no effect" in told
@@ -262,3 +263,47 @@ def test_a_panel_does_not_begin_behind_a_progress_bar(monkeypatch: pytest.Monkey
             logging.getLogger("nanguard").warning(" nanguard  step 0  the loss is NaN")
     lines = stream.getvalue().replace("\r", "\n").splitlines()
     assert lines.count(" nanguard  step 0  the loss is NaN") == 2
+
+
+def test_in_a_program_that_logs_itself_a_panel_does_not_begin_behind_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("nanguard").addHandler(handler)
+    try:
+        with nanguard.install():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in tqdm(range(1), mininterval=0):
+                model(torch.full((2, 2), math.nan)).mean().backward()
+                optimizer.step()
+    finally:
+        logging.getLogger("nanguard").removeHandler(handler)
+    lines = stream.getvalue().replace("\r", "\n").splitlines()
+    assert " nanguard  step 0  the loss is NaN: step skipped, nothing changed" in lines
+
+
+def test_steps_that_are_too_long_are_to_blame_for_what_another_network_computes() -> None:
+    """The first network grows by the learning rate, step by step, and makes the targets of the second one overflow."""
+    torch.manual_seed(0)
+    x = torch.ones(4, 1)
+    with nanguard.install() as autopilot:
+        far, near = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+        nn.init.constant_(far.weight, 0.3)
+        far_optimizer = torch.optim.Adam(far.parameters(), lr=8)
+        near_optimizer = torch.optim.SGD(near.parameters(), lr=1e-30)
+        while not autopilot.incidents:
+            with torch.no_grad():
+                y = far(x).exp()
+            near_optimizer.zero_grad()
+            nn.functional.mse_loss(near(x), y).backward()
+            near_optimizer.step()
+            far_optimizer.zero_grad()
+            (-far(x).mean()).backward()
+            far_optimizer.step()
+    found = first(autopilot)
+    assert found.cause == "learning_rate_too_high"
+    assert "weight grew from 0.3 to 48.3 in 6 steps of Adam with lr=8" in found.because

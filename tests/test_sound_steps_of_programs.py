@@ -251,3 +251,46 @@ def test_a_bad_step_that_raises_does_not_keep_all_later_ones_from_having_an_effe
                 continue
             assert not torch.equal(before, model.weight)
     assert autopilot.counts["lost"] == 0
+
+
+def test_a_statistic_that_the_program_makes_nan_between_two_steps_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with nanguard.install() as autopilot:
+        optimizer = optimizer_of(model)
+        for number, (x, y) in enumerate(BATCHES):
+            if number == LATER:
+                model[1].running_var[0] = NAN
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert not autopilot.incidents, "training does not use it"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"step {LATER}: before this step, the program has made 1.running_var non-finite.")
+
+
+@pytest.mark.parametrize("sync", ["eager", "late"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_evaluation_in_training_mode_leaves_no_nan_in_the_statistics(sync: Any, is_last: bool) -> None:
+    """The program has forgotten ``model.eval()``, and the batch is bad."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with nanguard.install(sync=sync) as autopilot:
+        optimizer = optimizer_of(model, sync)
+        for number, (x, y) in enumerate(BATCHES):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if number == (STEPS - 1 if is_last else LATER):
+                seen = {name: value.clone() for name, value in model.state_dict().items() if "running" in name}
+                with torch.no_grad():
+                    assert model(x * NAN).isnan().all()
+                    if not is_last:
+                        model(BATCHES[0][0])
+                        assert not torch.equal(seen["1.running_mean"], model[1].running_mean), (
+                            "of a sound batch they stay"
+                        )
+    assert not autopilot.incidents
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())

@@ -223,6 +223,8 @@ class TestOnce:
         ]
         run = read_run(tmp_path)
         assert status_line(run, 2000.0).endswith("; " + told[place - 2].strip())
+        narrow = str(view(run, 2000.0, width=60, height=40)).splitlines()
+        assert " nothing was learned since step 2" in "".join(narrow), "it is not cut off"
         assert view(run, 2000.0, width=80, height=16).plain.splitlines()[-1] == "  and 2 before them"
         data = json.loads(run_cli(tmp_path, "--json").stdout)
         assert (len(data["incidents"]), data["refused"]) == (398, told[place - 2].strip())

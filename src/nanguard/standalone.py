@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,11 +41,27 @@ def diagnose(
     optimizer state and random states are afterwards as they were. Raises ``ProtocolError`` if the step is finite:
     there is nothing to diagnose.
     """
+    return diagnose_step(model, loss_fn, batch, optimizer, precision=precision, loss_scale=loss_scale, depth=depth)
+
+
+def diagnose_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    loss_scale: LossScale | None = None,
+    depth: Literal["full", "brief"] = "full",
+    fp32_fix: Callable[[Sequence[str]], str] | None = None,
+) -> Diagnosis:
+    """As ``diagnose``. ``fp32_fix`` says how the user keeps modules in fp32, if that is not done with a ``Guard``."""
     check_arguments("diagnose", model, loss_fn)
     if depth not in ("full", "brief"):
         raise ValueError(f"depth must be 'full' or 'brief', got {depth!r}")
     inner = unwrapped(model)
     parts = parts_of_step(inner, optimizer, precision, loss_scale)
+    parts.fp32_fix = fp32_fix or parts.fp32_fix
     own = loss_fn if inner is model else functools.wraps(loss_fn)(lambda _, batch: loss_fn(model, batch))
     pending = step_on(parts, own, batch)
     grads = [(p, p.grad) for p in model.parameters()]

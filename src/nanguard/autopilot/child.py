@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanguard.hosted.settings import Settings
-from nanguard.run_folder import RunFolder
+from nanguard.records.words import joined
+from nanguard.run_folder import RunFolder, as_seen
 
 log = logging.getLogger("nanguard")
 
@@ -39,30 +40,34 @@ class GuardedTarget:
                 autopilot.uninstall()
                 if autopilot.num_optimizers:
                     counts = {**autopilot.counts, "incidents": len(autopilot.incidents), "unsound": len(unsound or ())}
-                    _write(Path(self._results) / f"{os.getpid()}.json", counts)
+                    folder = autopilot.settings.run_dir
+                    told = {"counts": counts, "run": str(folder.path) if folder is not None and folder.is_made else ""}
+                    _write(Path(self._results) / f"{os.getpid()}.json", told)
 
 
 def _for_child(settings: Settings) -> Settings:
     """Each process has a folder of its own, next to that of the program."""
+    settings = replace(settings, is_child=True)
     if settings.run_dir is None:
         return settings
     path = settings.run_dir.path
     return replace(settings, run_dir=RunFolder(path.with_name(f"{path.name}-child-{os.getpid()}")))
 
 
-def _write(path: Path, counts: dict[str, int]) -> None:
+def _write(path: Path, told: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(counts))
+        path.write_text(json.dumps(told))
     except OSError as error:
         log.warning("the counts of process %d cannot be told to its parent: %s", os.getpid(), error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildResults:
-    """What became of the guarded processes that trained: how many, and their counts together."""
+    """What became of the guarded processes that trained: how many, their counts together, and runs with incidents."""
 
     number: int = 0
     counts: Counter[str]
+    runs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For the closing line; empty if there were none."""
@@ -73,18 +78,21 @@ class ChildResults:
         who = "1 child process" if self.number == 1 else f"{self.number:,} child processes"
         told = f"; {who} guarded too: {total:,} step{'' if total == 1 else 's'}"
         told += f", {skipped:,} not applied" if skipped else ", none of them non-finite"
-        return told + (", NOT FINITE AT THE END" if self.counts["unsound"] else "")
+        told += ", NOT FINITE AT THE END" if self.counts["unsound"] else ""
+        return told + (f" (incidents are in {joined([as_seen(Path(run)) for run in self.runs])})" if self.runs else "")
 
 
 def read_results(folder: Path) -> ChildResults:
     """Of the processes that have ended."""
     total: Counter[str] = Counter()
-    number = 0
+    number, runs = 0, []
     for path in sorted(folder.glob("*.json")):
         try:
-            total.update(json.loads(path.read_text()))
+            told = json.loads(path.read_text())
+            total.update(told["counts"])
         except (OSError, ValueError) as error:  # one that was killed while it wrote
             log.info("the counts of a child process cannot be read: %s", error)
         else:
             number += 1
-    return ChildResults(number=number, counts=total)
+            runs += [told["run"]] if told["run"] and told["counts"]["incidents"] else []
+    return ChildResults(number=number, counts=total, runs=tuple(runs))

@@ -6,7 +6,7 @@ Each is wrapped once and looks as it did: names, signatures and attributes are k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -182,6 +182,8 @@ class Patches:
             is_part = kwargs.get("create_graph") or (len(args) > 2 and args[2])
             if _compat.is_recording() or monitor.is_aside or is_part:
                 return original(outputs, inputs, *args, **kwargs)
+            if isinstance(inputs, Iterator):  # model.parameters()
+                inputs = tuple(inputs)
             monitor.before_grad(outputs, inputs)
             grads = monitor.first_pass.run(original, outputs, inputs, *args, **kwargs)
             return monitor.after_grad(outputs, inputs, grads)

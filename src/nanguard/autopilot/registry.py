@@ -254,7 +254,7 @@ class Registry:
             hosted.parts,
             asked_precision="the program's own",
             sync=hosted.sync,
-            program={"script": self._settings.script, "argv": list(self._settings.argv)},
+            program=self._settings.program(),
             joins=not is_first,
         )
 

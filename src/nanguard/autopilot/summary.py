@@ -20,7 +20,7 @@ def sentence(autopilot: Autopilot, *, unsound: Sequence[str] | None) -> str:
     if not autopilot.num_optimizers:
         if autopilot.has_guard:
             return "nothing to do, since the program has a Guard of its own"
-        none = "nothing to guard, since no gradients were computed in this process"
+        none = "nothing to guard: this process made no step of an optimizer and no backward pass"
         return autopilot.of_children.removeprefix("; ") or none + _children(
             autopilot.num_children + autopilot.num_in_pools
         )

@@ -66,6 +66,9 @@ def explain(
             say(out, f"{path}, the newest run", style="dim")
         if nothing:
             say(out, nothing)
+            other = runs.newest_with_incidents() if asked is None else None
+            if other is not None:
+                say(out, f"the newest run with incidents:\n  {runs.command(other)}")
         for part in words.about(bundles, path if is_run else None, brief=brief):
             say(out, part)
         for trouble in troubles:
@@ -91,6 +94,7 @@ def _read(paths: Sequence[Path]) -> tuple[list[Bundle], list[str]]:
 
 
 def _list(found: Sequence[Path], as_json: bool) -> NoReturn:
+    from nanguard.incidents.bundle import folders
     from nanguard.replay import runs
 
     if as_json:
@@ -99,5 +103,6 @@ def _list(found: Sequence[Path], as_json: bool) -> NoReturn:
         out = Console(highlight=False)
         for run in found:
             say(out, runs.in_one_line(run))
-        say(out, f"for one of them:\n  {runs.command(found[-1])}", style="dim")
+        with_incidents = [run for run in found if folders(run)]
+        say(out, f"for one of them:\n  {runs.command((with_incidents or found)[-1])}", style="dim")
     raise typer.Exit(0)

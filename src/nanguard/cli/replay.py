@@ -23,7 +23,15 @@ EXAMPLES = (
 
 
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="An incident. If it is a run, its last incident.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PATH",
+            help="An incident, or a run: then the incident that explain leads with. If not given, the newest run "
+            "with incidents.",
+            show_default=False,
+        ),
+    ] = None,
     entry: Annotated[
         str | None, typer.Option(metavar="FILE:FUNCTION", help="Builds the model: train.py:build or pkg.train:build.")
     ] = None,
@@ -45,13 +53,13 @@ def replay(
     """
     from nanguard.errors import NanguardError
     from nanguard.replay import explain as words
-    from nanguard.replay import rerun
+    from nanguard.replay import rerun, runs
     from nanguard.replay.debugger import debug
     from nanguard.replay.entry import build
 
     out = Console(highlight=False)
     try:
-        bundle = words.read(path)
+        bundle = words.read(path or runs.newest_with_incidents() or runs.newest_run())
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             stage = rerun.prepare(bundle, _found(bundle) if entry is None else build(entry, seed))
             replayed = rerun.replay(stage)

@@ -18,7 +18,14 @@ EXAMPLES = (
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or their run.jsonl.")],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of runs, or their run.jsonl. If not given, the newest run.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (default: RUN/report.html).")
     ] = None,
@@ -32,11 +39,13 @@ def report(
     Exits with status 0, or 2 if something could not be read or written.
     """
     from nanguard.errors import NanguardError
+    from nanguard.replay.runs import newest_run
     from nanguard.report import page
     from nanguard.report.html.prose import as_dict, plain_summary
 
-    place = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     try:
+        runs = runs or [newest_run()]
+        place = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
         made = page.make_report(runs)
         written = page.write(made, place)
     except NanguardError as error:

@@ -124,7 +124,8 @@ def _settings(
             chosen = Policy.recipe(policy)
         except ValueError as error:
             raise typer.BadParameter(f"--policy: {error}") from None
-    return Settings(policy=chosen, max_norm=max_norm, trace=trace, script=program.path, argv=program.args)
+    settings = Settings(policy=chosen, max_norm=max_norm, trace=trace)
+    return dataclasses.replace(settings, script=program.path, module=program.module, argv=program.args)
 
 
 def _checked(capture: str) -> CaptureLevel:

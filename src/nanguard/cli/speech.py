@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from nanguard.records.layout import fitted
+from nanguard.records.layout import above_bars, fitted
 from nanguard.records.plain import plain
 from nanguard.records.printable import printable as printable_line
 
@@ -57,18 +57,12 @@ class _ConsoleHandler(logging.Handler):
             message += f" ({type(error).__name__}: {error})"
         whose = "" if message.startswith((" nanguard ", "end of the run: ")) else "nanguard: "
         try:
-            with _above_bars():
+            with above_bars():
                 for number, line in enumerate((whose + message).splitlines()):
                     text, style = fitted(line, self._console.width), "bold yellow" if number == 0 else None
                     self._console.print(text, style=style, markup=False, soft_wrap=True)
         except (OSError, ValueError):
             self._is_cut_off = True  # stderr is closed or a broken pipe: the program must go on
-
-
-def _above_bars() -> contextlib.AbstractContextManager[Any]:
-    """Inside, the bars of tqdm that the program shows are not in the way; afterwards they are drawn again below."""
-    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    return contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr)
 
 
 def stderr_console(*, quiet: bool = False) -> Console:

@@ -29,7 +29,14 @@ _LONGEST_NAP = 1.0
 
 
 def watch(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or its run.jsonl.")],
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run, or its run.jsonl. If not given, the newest run.",
+            show_default=False,
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and exit.")] = False,
     interval: Annotated[
@@ -49,11 +56,13 @@ def watch(
     from rich.console import Console
 
     from nanguard.errors import NanguardError
+    from nanguard.replay.runs import newest_run
     from nanguard.runlog.follow import Follower
     from nanguard.runlog.reader import read_run
 
     out = Console(highlight=False)
     try:
+        path = path or newest_run()
         if as_json:
             status = _print_json(read_run(path))
         elif once:

@@ -7,6 +7,7 @@ The result is a likely line, not a proven one.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from nanguard.diagnosis.slicing import (
     is_nonfinite_literal,
     last_name,
     source_of_node,
+    stored_by,
     stored_names,
     targets_of,
 )
@@ -85,15 +87,41 @@ def _is_harmless(written: ast.AST | None) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and abs(value.value) <= 1e6
 
 
-def line_that_sets_entry(key: str, files: Iterable[str]) -> Source | None:
-    """The last line that stores something under this key: ``state["exp_avg_sq"] = ...``."""
-    found = None
+def line_that_fills(owner: type, names: Sequence[str]) -> Source | None:
+    """The line of a class that most likely gives one of these attributes NaN or Inf, or what it is computed from."""
+    classes = [each for each in owner.__mro__ if is_users(each)]
+    files = [getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes]
+    program = ProgramSource(tuple(dict.fromkeys(filter(None, files))))
+    found = [
+        program.origin(file, statement, value)
+        for file, node in program.nodes(ast.ClassDef)
+        if node.name in {each.__name__ for each in classes}
+        for statement in ast.walk(node)
+        for name, value in stored_by(statement)
+        if name in names
+    ]
+    best = max(found, key=lambda origin: origin.risk, default=None)
+    return best.source if best is not None and best.risk > 1 else None
+
+
+def lines_that_set_entry(key: str, files: Iterable[str]) -> list[Source]:
+    """The lines that store something under this key: ``state["exp_avg_sq"] = ...``."""
+    found = []
     for file, node in ProgramSource(tuple(files)).nodes(ast.Assign):
         for target in targets_of(node):
             index = target.slice if isinstance(target, ast.Subscript) else None
             if isinstance(index, ast.Constant) and index.value == key:
-                found = source_of_node(file, node)
+                found.append(source_of_node(file, node))
     return found
+
+
+def line_that_gives(name: str, kind: str, files: Iterable[str]) -> Source | None:
+    """The line that may have made the argument of this name of the only such call: ``CrossEntropyLoss(weight=w)``."""
+    program = ProgramSource(tuple(files))
+    calls = [(file, call) for file, call in program.nodes(ast.Call) if last_name(call.func) == kind]
+    given = [(file, call, each.value) for file, call in calls for each in call.keywords if each.arg == name]
+    origin = program.origin(*given[0]) if len(given) == 1 else None
+    return origin.source if origin is not None and origin.risk > 1 else None
 
 
 def line_that_makes_data(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import BATCH, PARAMETER, Note, TraceEvent
+from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -30,7 +30,15 @@ _DISCARDS = frozenset(
     ]
 )
 _ARITHMETIC = frozenset(("add", "addcmul", "div", "mul", "pow", "rsub", "sub", "true_divide"))
-_PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
+PRODUCTS = frozenset(("addmm", "bmm", "convolution", "dot", "mm", "mv"))
+CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view", "fill", "index_put"))
+"""They pass values on as they are."""
+_TAKES_NO_MASK = frozenset(
+    (
+        *("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss"),
+        *("cudnn_batch_norm", "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "var"),
+    )
+)
 _ENDS_IN_ZERO = frozenset(("div", "exp", "reciprocal", "rsqrt", "sigmoid", "true_divide"))
 """Of an infinity."""
 _KEEPS_ZERO = frozenset(("abs", "clone", "mean", "mul", "neg", "pow", "sqrt", "square", "sum", "to_copy"))
@@ -131,10 +139,20 @@ def is_suspect(event: TraceEvent) -> bool:
 
 
 def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
-    """True for infinities in the data that a layer multiplies by its weights: a mask is added, or fills something."""
-    if event.kind != "outside" or not event.note.roots & BATCH:
+    """True for infinities in data that a layer multiplies by its weights, or that are a target: a mask is added.
+
+    The program may have put such a number into its data in this step.
+    """
+    if event.kind != "outside" or event.note.roots & PARAMETER:
         return False
-    return any(each.note.op in _PRODUCTS and any(event is parent for parent in each.parents) for each in trace.events)
+    line = {id(event)}
+    for each in trace.events:
+        if any(id(parent) in line for parent in each.parents):
+            if each.note.op in PRODUCTS or each.note.op in _TAKES_NO_MASK:
+                return True
+            if each.note.op in CARRIES and not each.note.roots & PARAMETER:
+                line.add(id(each))
+    return False
 
 
 def computes_with_inf(event: TraceEvent) -> bool:

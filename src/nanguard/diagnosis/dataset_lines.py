@@ -44,10 +44,14 @@ class _TooLong(BaseException):
 
 
 class RecordReadAgain(NamedTuple):
-    """Whether the record is finite now, as one may be that the dataset draws; and the line that made it non-finite."""
+    """Whether the record is finite now, as one may be that the dataset draws; and the line that made it non-finite.
+
+    ``held`` are the attributes of the dataset that held the bad values already, such as those that ``__init__`` made.
+    """
 
     is_finite: bool = False
     source: Source | None = None
+    held: tuple[str, ...] = ()
 
 
 def read_again(dataset: Any, index: int) -> RecordReadAgain:
@@ -75,8 +79,23 @@ def read_again(dataset: Any, index: int) -> RecordReadAgain:
         return RecordReadAgain()
     file, line = watch.found
     statement = simple_statement_at(file, line)
-    is_computed = statement is not None and _computes(statement)
-    return RecordReadAgain(source=source_at(file, line) if is_computed else None)
+    if statement is None:
+        return RecordReadAgain()
+    if held := tuple(_held(dataset, index, statement)):
+        return RecordReadAgain(held=held)
+    return RecordReadAgain(source=source_at(file, line) if _computes(statement) else None)
+
+
+def _held(dataset: Any, index: int, statement: ast.stmt) -> Iterator[str]:
+    """The attributes that a statement reads and that are non-finite: at this index, if they have an entry for each."""
+    names = dict.fromkeys(each.attr for each in ast.walk(statement) if isinstance(each, ast.Attribute))
+    for name in names:
+        value = vars(dataset).get(name)
+        with contextlib.suppress(Exception):  # an object of the program's own class
+            if hasattr(value, "__len__") and len(value) == len(dataset):
+                value = value[index]
+            if _is_bad(value):
+                yield name
 
 
 def _computes(statement: ast.stmt) -> bool:

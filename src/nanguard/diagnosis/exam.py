@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,9 +69,15 @@ class Exam:
     is_from_loader: bool = True
 
     def files(self, *others: object) -> list[str]:
-        """Of the user's program: where the loss functions, the modules and the classes of ``others`` are defined."""
+        """Of the user's program: where loss functions, modules and the classes of ``others`` are defined, and what ran.
+
+        A cell of a notebook is a file, too.
+        """
         functions = (micro.loss_fn for micro in self.pending.microbatches)
-        return user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
+        files = user_files([*functions, *map(type, others), *map(type, self.parts.state.own_model.modules())])
+        ran = dict.fromkeys(note.place[0] for note in self.run.trace.notes if note.place is not None)
+        known = set(map(os.path.abspath, files))  # a program may be run by a relative path
+        return [*files, *(file for file in ran if os.path.abspath(file) not in known)]
 
     def batch(self) -> Any:
         """The batch that failed, as far as it is known."""
@@ -101,8 +108,13 @@ class Exam:
 
     def record_read_again(self, samples: Sequence[int]) -> RecordReadAgain:
         """The first of these samples: whether it is finite now, and the line of the dataset that made it non-finite."""
-        indices, dataset = self.dataset_indices(samples[:1]), whole_dataset(self.pending.fetched)
+        indices, dataset = self.dataset_indices(samples[:1]), self.dataset
         return read_again(dataset, indices[0]) if indices and dataset is not None else RecordReadAgain()
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the batch is of; None if it is not known."""
+        return whole_dataset(self.pending.fetched)
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
         """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""

@@ -168,10 +168,14 @@ class Jump:
 
 
 def _stepped_far(exam: Exam) -> Jump | None:
-    """The parameter that steps of 1 or more have made largest, of this network. None if there is none."""
+    """The parameter that steps of 1 or more have made largest, of this network or else of another. None if none has."""
     past = exam.past
-    found = _jumps(exam.parts, past.first_sizes, past.num_applied, past.readings)
-    return max((jump for jump in found if jump.may_overflow_by_rate), key=lambda jump: jump.growth, default=None)
+    own = _jumps(exam.parts, past.first_sizes, past.num_applied, past.readings)
+    for jumps in (own, _jumps_of(exam.parts.other_parts())):
+        far = max((jump for jump in jumps if jump.may_overflow_by_rate), key=lambda jump: jump.growth, default=None)
+        if far is not None:
+            return far
+    return None
 
 
 def _jump(exam: Exam) -> Jump | None:
@@ -188,13 +192,14 @@ def _jump(exam: Exam) -> Jump | None:
 
 def jumped(networks: Iterable[StepParts]) -> Jump | None:
     """The parameter of these networks that a learning rate has made grow most in the first steps. None if none has."""
-    found = [
-        jump
-        for parts in networks
-        for jump in _jumps(parts, parts.first_sizes, parts.journal.counts["applied"], parts.journal.recent)
-        if jump.is_by_rate
-    ]
+    found = (jump for jump in _jumps_of(networks) if jump.is_by_rate)
     return max(found, key=lambda jump: jump.growth, default=None)
+
+
+def _jumps_of(networks: Iterable[StepParts]) -> Iterator[Jump]:
+    """How the parameters of these networks have grown in their first steps."""
+    for parts in networks:
+        yield from _jumps(parts, parts.first_sizes, parts.journal.counts["applied"], parts.journal.recent)
 
 
 def of_exploded_weights(networks: Iterable[StepParts]) -> Diagnosis:
@@ -299,7 +304,8 @@ def _growth(exam: Exam, event: TraceEvent) -> tuple[float, float, int] | None:
         before = replay.watched() if there_are else None
     if before is None or not before.is_finite:
         return None
-    same = [n for n in before.trace.notes if (n.op, n.place, n.module) == (note.op, note.place, note.module)]
+    where = note.phase, note.op, note.place, note.module
+    same = [each for each in before.trace.notes if (each.phase, each.op, each.place, each.module) == where]
     then = max((size_of(parent) for each in same for parent in each.parents), default=0.0)
     now = max((size_of(parent) for parent in note.parents), default=0.0)
     return (then, now, past.oldest_step) if same and now > _GREW * max(then, 1e-30) else None

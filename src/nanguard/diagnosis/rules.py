@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanguard.diagnosis.ancestry import is_state, vanished_eps
-from nanguard.diagnosis.blame import TraceFinding, ancestors, computes_with_inf, feeds_a_module
+from nanguard.diagnosis.blame import PRODUCTS, TraceFinding, ancestors, computes_with_inf, feeds_a_module
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
@@ -176,7 +176,7 @@ def exp(case: Case) -> Found:
     source = case.evidence.source("self")
     if case.op == "sum" and case.is_birth and isinstance(source, Note) and source.op == "exp":
         words = f"the sum of exponentials up to {number(source.look.high)} exceeds {case.dtype}"
-        return None if case.evidence.finite_in else ("exp_overflow", words)
+        return None if case.evidence.finite_in == "fp32" else ("exp_overflow", words)
     if case.op not in ("exp", "expm1", "exp2", "sinh", "cosh") or not case.is_birth:
         return None
     top = _argument(case)
@@ -270,7 +270,7 @@ def gamma(case: Case) -> Found:
     if is_label(case):
         return (
             "label_out_of_domain",
-            f"{case.op} of {number(value)}, made of the batch alone: a target is out of domain",
+            f"{case.op} of {number(value)}, made of the batch alone",
         )
     return "log_of_zero", f"{case.op} has a pole at {number(value)}"
 
@@ -295,6 +295,8 @@ def infinities(case: Case) -> Found:
         return "inf_minus_inf", f"{case.op} of an infinity"
     if case.op in ("div", "addcdiv", "true_divide") and len(values) > 1 and all(map(math.isinf, values[:2])):
         return "inf_minus_inf", "an infinity is divided by an infinity"
+    if case.op in PRODUCTS:
+        return "zero_times_inf", "an infinity is multiplied by 0, or added to one of the other sign, in this product"
     is_log = any(event.note.op.startswith("log") for event in ancestors(case.event.parents))
     return "zero_times_inf", "0 is multiplied by an infinity" + ", the logarithm of 0" * is_log
 

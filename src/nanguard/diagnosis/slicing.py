@@ -136,8 +136,7 @@ class ProgramSource:
         scope = self._scopes.get(id(statement))
         if scope is not None:
             for node in ast.walk(scope):
-                if isinstance(node, (ast.Assign, ast.AugAssign)) and names & set(stored_names(node)):
-                    yield file, node, node.value
+                yield from ((file, node, made) for name, made in stored_by(node) if name in names)
         for call in ast.walk(value):
             if isinstance(call, ast.Call):
                 for other, function in self._called(call, statement):
@@ -247,6 +246,16 @@ def is_nonfinite_literal(node: ast.AST, *, nan: bool | None = None) -> bool:
 def stored_names(node: ast.Assign | ast.AugAssign) -> Iterator[str]:
     """The variables, attributes and string keys that a statement assigns to."""
     return map(stored_name, targets_of(node))
+
+
+def stored_by(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a statement assigns to, or whose list it appends to, each with the value."""
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        yield from ((name, node.value) for name in stored_names(node))
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        call = node.value
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("append", "extend") and call.args:
+            yield last_name(call.func.value), call.args[0]
 
 
 def targets_of(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.expr]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.diagnosis import authorship, lines_in_place
 from nanguard.diagnosis.batch_names import in_words, names_of
-from nanguard.diagnosis.blame import TraceFinding
+from nanguard.diagnosis.blame import CARRIES, TraceFinding
 from nanguard.diagnosis.causes import name_cause
 from nanguard.diagnosis.evidence import Evidence, where_bad
 from nanguard.diagnosis.exam import Exam, NotRepeatable, module_of_untrained, operands_of, parameters_in, plain_dtype
@@ -37,8 +37,6 @@ _KEPT = (
     "the step before was not finite either: if the program keeps this from step to step, such as a hidden state, a "
     "queue or an average, it has to reset it"
 )
-
-_CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsafe_view"))
 
 
 def state_fault(exam: Exam, finding: TraceFinding) -> Diagnosis | None:
@@ -114,6 +112,8 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     if record.source is not None:
         return replace(diagnosis, source=record.source, makes_data=True)
     diagnosis = replace(diagnosis, is_record_finite=record.is_finite)
+    if record.held and (line := authorship.line_that_fills(type(exam.dataset), record.held)) is not None:
+        return replace(diagnosis, source=line, is_line_traced=False)
     users = [name for each in exam.pending.microbatches if (name := getattr(each.loss_fn, "__name__", ""))]
     used_in = user.place[2] if user is not None and user.place is not None else ""
     ran = {note.place[:2] for note in exam.run.trace.notes if note.place is not None}
@@ -133,21 +133,22 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
 
 def _of_held(exam: Exam, diagnosis: Diagnosis, held: Held) -> Diagnosis:
     """A weight, running mean or table of a module that this network does not contain: a frozen one, another, a loss."""
-    others = [parts.state for parts in exam.parts.other_parts()]
-    tensors = [each for state in others for each in (*state.parameters().values(), *state.buffers().values())]
-    is_trained = any(held.tensor is each for each in tensors)
+    states = [parts.state for parts in exam.parts.other_parts()]
+    is_trained = any(held.tensor is t for each in states for t in (each.parameters() | each.buffers()).values())
     whose = "which another optimizer trains" if is_trained else "which is not trained"
-    is_statistic = held.name.rpartition(".")[2].startswith("running_")
-    is_weight = held.kind == "parameter"
+    is_weight, key = held.kind == "parameter", held.name.rpartition(".")[2]
     lines = lines_in_place.lines_that_write(exam.files()) if is_weight and not is_trained else ()
-    written = lines_in_place.in_words(lines)
-    cause = "buffer_corrupted" if is_statistic else "nonfinite_constant"
+    where = what_and_where(where_bad(held.tensor))
+    cause = "buffer_corrupted" if key.startswith("running_") else "nonfinite_constant"
+    line = None if is_weight else authorship.line_that_gives(key, held.network, exam.files())
     return replace(
         diagnosis,
         phase=held.kind,
+        source=line or diagnosis.source,
+        is_line_traced=line is None,
         cause="parameter_corrupted" if is_weight else cause,
         module=diagnosis.module or held.name.rpartition(".")[0],
-        because=f"{held}, {whose}, held {what_and_where(where_bad(held.tensor))} before the step{written}",
+        because=f"{held}, {whose}, held {where} before the step{lines_in_place.in_words(lines)}",
         samples=(),
     )
 
@@ -182,7 +183,7 @@ def _first_use(exam: Exam, finding: TraceFinding) -> Note | None:
     for event in exam.run.trace.events:
         if event is not finding.event and any(id(parent) in line for parent in event.parents):
             line.add(id(event))
-            if event.note.op not in _CARRIES:
+            if event.note.op not in CARRIES:
                 return event.note if event.note.place is not None or carried is None else carried
             carried = event.note if event.note.place is not None else carried
     return finding.chain[1].note if len(finding.chain) > 1 else None
@@ -288,16 +289,20 @@ def _write_on_the_way(finding: TraceFinding) -> TraceEvent | None:
 def _of_write(exam: Exam, finding: TraceFinding, write: TraceEvent) -> Diagnosis:
     note, (kind, _, name) = finding.event.note, write.wrote.partition(" ")
     is_computed = finding.event.kind in ("birth", "turned")
-    why = name_cause(Case(exam.run.trace, finding))[1] if is_computed else "a constant"
+    cause, why = name_cause(Case(exam.run.trace, finding)) if is_computed else ("unknown", "a constant")
+    because = f"the program itself writes a non-finite value into {name} during the step: {why}"
+    if cause != "unknown":
+        because = f"{why}; the program itself writes the result into {name} during the step"
+    corrupted = "parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted"
     return Diagnosis(
         phase="parameter" if kind == "parameter" else "optimizer",
-        cause="parameter_corrupted" if kind == "parameter" else "optimizer_state_corrupted",
+        cause=corrupted if cause == "unknown" else cause,
         op=note.op,
         module=name.rpartition(".")[0],
         source=source_of(note.place),
         dtype=plain_dtype(note.dtype),
         shape=note.shape,
-        because=f"the program itself writes a non-finite value into {name} during the step: {why}",
+        because=because,
         operands=operands_of(finding.event),
         confidence="certain",
     )
@@ -376,7 +381,7 @@ def _line_of_state(exam: Exam, event: TraceEvent, name: str) -> Source | None:
         names += [each.name for each in waiting if isinstance(each, Leaf)]
         waiting = [parent for each in waiting if isinstance(each, Note) for parent in each.parents]
     keys = [each.partition(" ")[2].partition(" of ")[0] for each in names if each.startswith("state ")]
-    return authorship.line_that_sets_entry(keys[0], exam.files()) if keys else None
+    return next(reversed(authorship.lines_that_set_entry(keys[0], exam.files())), None) if keys else None
 
 
 def _first_in_backward(exam: Exam, finding: TraceFinding) -> TraceFinding:

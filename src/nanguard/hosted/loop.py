@@ -144,7 +144,7 @@ class HostedLoop:
                 hosted.share_buffers_of(self._steps[0])
             self._steps.append(hosted)
         is_first = self._program is None or self._program.adopt(self)
-        program = {"script": settings.script, "argv": list(settings.argv)} if settings.script else None
+        program = settings.program()
         for place, hosted in enumerate(self._steps):
             joins = place > 0 or not is_first
             introduce(hosted.parts, asked_precision="the host's own", sync=hosted.sync, program=program, joins=joins)

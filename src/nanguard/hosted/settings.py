@@ -6,7 +6,7 @@ import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanguard.policy.policy import Policy
 from nanguard.policy.rungs import Halt, RaisePrecision, Rollback, Skip
@@ -41,6 +41,8 @@ class Settings:
     ``keep_fp32`` names modules that run in fp32, as in ``Guard.keep_fp32``.
     ``monitor`` warns before something goes wrong, for each optimizer on its own.
     ``notify`` is a command that is run when something has gone wrong.
+    ``script``, ``module`` (if it is run with ``-m``) and ``argv`` are the program; if ``is_child``, it has started this
+    process.
     """
 
     policy: Policy = field(default_factory=patient_policy)
@@ -54,8 +56,21 @@ class Settings:
     capture: CaptureLevel = "batch"
     keep_fp32: tuple[str, ...] = ()
     script: str = ""
+    module: str = ""
     argv: tuple[str, ...] = ()
+    is_child: bool = False
     observers: tuple[Observer, ...] = ()
+
+    def program(self) -> dict[str, Any] | None:
+        """What is run, for the header of the run log; None if that is not known."""
+        if not self.script:
+            return None
+        further = {"module": self.module, "is_child": self.is_child}
+        return {
+            "script": self.script,
+            "argv": list(self.argv),
+            **{name: told for name, told in further.items() if told},
+        }
 
     def fp32_fix(self, modules: Sequence[str]) -> str:
         """How the user can keep these modules in fp32, or the whole model if there are none."""

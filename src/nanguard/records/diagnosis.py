@@ -188,8 +188,8 @@ class Diagnosis:
 
     @property
     def is_line_of_maker(self) -> bool:
-        """True if the line makes bad data. Else it is the first that uses them."""
-        return self.phase == "data" and (self.makes_data or not self.is_line_traced)
+        """True if the line makes bad data. Else it is the first that uses them, as one that the graph led to."""
+        return self.phase == "data" and (self.makes_data or not self.is_line_traced) and self.capture != "graph"
 
     @property
     def words(self) -> str:

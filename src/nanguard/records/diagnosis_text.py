@@ -83,16 +83,16 @@ def long_text_of(diagnosis: Diagnosis) -> str:
 def _trail(trail: Sequence[Stretch]) -> Iterator[str]:
     width = max((len(stretch.module or "(top level)") for stretch in trail), default=0)
     for stretch in trail:
-        yield (
-            f"{stretch.module or '(top level)':<{width}}  {_bound(stretch.low):>10} .. {_bound(stretch.high):<10} "
-            f"{format_name(stretch.dtype):<5} {stretch.op}{'' if stretch.is_finite else '   <- non-finite'}"
-        )
+        known = stretch.low is not None and stretch.high is not None
+        span = f"{stretch.low:>10.3g} .. {stretch.high:<10.3g}" if known else f"{'NaN or Inf':^24}"
+        mark = "" if stretch.is_finite else "   <- non-finite"
+        yield f"{stretch.module or '(top level)':<{width}}  {span} {format_name(stretch.dtype):<5} {stretch.op}{mark}"
 
 
 def _trials(tried: Sequence[Trial]) -> Iterator[str]:
     width = min(48, max((len(trial.what) for trial in tried), default=0))
     for trial in tried:
-        yield f"{trial.what:<{width}}  {trial.result or 'not tried: ' + trial.detail}"
+        yield f"{trial.what:<{width}}  {trial.result or 'no result: ' + trial.detail}"
 
 
 def place_in_words(module: str, source: Source | None = None) -> str:
@@ -110,7 +110,8 @@ def _where(diagnosis: Diagnosis) -> str:
     line = "" if source is None else f"{'' if diagnosis.is_line_traced else 'probably '}{source}"
     place = ", ".join(filter(None, [line, module and f"in {module}"]))
     if diagnosis.phase == "data" and not diagnosis.is_line_of_maker:
-        place = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
+        used = f"first used {'at ' if line else ''}{place}" if place else "in the batch"
+        place = used.replace("first used at probably", "probably first used at")
     elif diagnosis.phase == "data":  # the line is where the data come from
         used = f"in {module}" if module else op and f"by {op}"
         place = ", ".join(filter(None, [line and f"{line} makes it", used and f"first used {used}"]))
@@ -158,10 +159,6 @@ def _operand(operand: Operand) -> str:
 def format_name(dtype: str) -> str:
     """``fp16`` for ``float16``, and so on."""
     return _FORMATS.get(dtype, dtype)
-
-
-def _bound(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _link(link: Link) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 _INDENT = 13
 _VERBATIM = re.compile(r"\s*nanguard [a-z]|  [> ] *\d+  | {15}|(   .{9})?\s*\S+$")
@@ -55,3 +57,9 @@ def _fitted_line(line: str, width: int) -> str:
     return textwrap.fill(
         line, max(width, 40), subsequent_indent=" " * under, break_long_words=False, break_on_hyphens=False
     )
+
+
+def above_bars() -> contextlib.AbstractContextManager[Any]:
+    """Inside, the bars of tqdm that the program shows are not in the way; afterwards they are drawn again below."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr)

@@ -31,11 +31,16 @@ def repeated(incident: Incident, *, same_as: int, count: int, of: str = "") -> s
     ``of`` is the network of the earlier step, if that was another one.
     """
     answer = done(incident.outcome).removesuffix(", nothing changed")
-    network = incident.diagnosis.network if incident.diagnosis is not None else ""
-    whose = f" ({network})" if network else ""
-    now, then = (whose, f" ({of})") if of and of != network else ("", whose)
+    network = _short(incident.diagnosis.network) if incident.diagnosis is not None else ""
+    whose, other = f" ({network})" if network else "", _short(of)
+    now, then = (whose, f" ({other})") if other and other != network else ("", whose)
     same = f"same as step {same_as:,}{then}: {answer} ({count:,} times now)"
     return f" nanguard  step {incident.reading.step:,}{now}  {same}"
+
+
+def _short(network: str) -> str:
+    """Without the optimizer that trains it, if the network has a name: the line fits 80 columns."""
+    return network.partition(", trained by ")[0]
 
 
 def headline(outcome: Outcome) -> str:
@@ -128,8 +133,8 @@ def halt_message(incident: Incident, *, known: Incident | None = None) -> str:
     elif outcome.action.because:
         kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
         then = (
-            "Next: fix the cause. Going on would not train the model. To allow more refused steps, raise "
-            "Policy(max_consecutive_skips=..., max_skipped_share=...); None turns a limit off."
+            "Next: fix the cause. Going on would not train the model. To allow more refused steps, give Guard or "
+            "nanguard.install a Policy(max_consecutive_skips=..., max_skipped_share=...); None turns a limit off."
         )
     else:
         kept = f"Preserved: {_untouched(outcome)}, so a checkpoint saved now is sound."
@@ -170,7 +175,7 @@ def done(outcome: Outcome) -> str:
         return "the GPU has stopped, and the program ends"
     action, skipped = outcome.action, "step applied" if outcome.applied else "step skipped"
     if action.response == "skip":
-        if outcome.did:
+        if outcome.is_left_out:
             return "not used for training, nothing changed"
         return "step skipped" if outcome.verdict.reading.num_stepped_before else "step skipped, nothing changed"
     return {

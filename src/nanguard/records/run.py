@@ -91,6 +91,15 @@ class Run:
         return self.end is not None
 
     @property
+    def halted_at(self) -> int | None:
+        """The step at which training was halted; None if it was not, or if steps were applied after that."""
+        last = self.incidents[-1] if self.incidents else None
+        if last is None or last.outcome.action.response != "halt":
+            return None
+        goes_on = any(each.time > last.time and not each.skipped for each in self.steps[-1000:])
+        return None if goes_on else last.reading.step
+
+    @property
     def name(self) -> str:
         """The name of the folder."""
         folder = self.path.parent if self.path.name == RUN_LOG else self.path
@@ -123,6 +132,11 @@ class Run:
             "optimizer": [each.optimizer for each in self.steps],
         }
         return pandas.DataFrame(columns)
+
+
+def can_run_again(header: Mapping[str, Any]) -> bool:
+    """Whether ``nanguard replay`` finds the model of a run by running its program."""
+    return bool(header.get("script")) and not header.get("is_child")
 
 
 def _at(values: tuple[float, ...], place: int) -> float:

@@ -165,6 +165,11 @@ class Outcome:
     lost_device: bool = False
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether the program itself did not train on this result; ``did`` says what it did."""
+        return self.action.response == "skip" and bool(self.did)
+
+    @property
     def is_rollback(self) -> bool:
         """Whether the run goes on from an earlier state. A halt may put one back too, and does not go on."""
         return self.action.response == "roll_back" or (self.went_back and self.action.response != "halt")

@@ -109,7 +109,8 @@ class IncidentRecorder:
         rates = [rate for rate in known[-1] if rate is not None] if known else []
         rate, cause = next((rate for rate in rates if not math.isfinite(rate)), None), "parameter_corrupted"
         if rate is not None:
-            cause = "nonfinite_constant"
+            setters, cause = authorship.lines_that_set_entry("lr", files), "nonfinite_constant"
+            line = setters[0] if len(setters) == 1 else None  # else a schedule, or another line
             because = f"the learning rate of step {last:,} was {rate}, and its update made {names} non-finite"
         elif (absurd := absurd_rate(rates)) is not None:
             cause = "learning_rate_too_high"
@@ -117,7 +118,7 @@ class IncidentRecorder:
         elif found := self._impossible_state(reading.damaged):
             key, why = found
             cause, because = "optimizer_state_corrupted", f"{names} became non-finite after step {last:,}, since {why}"
-            line = authorship.line_that_sets_entry(key, files)
+            line = next(reversed(authorship.lines_that_set_entry(key, files)), None)
         damaged = replace(
             diagnosis,
             phase="optimizer" if cause == "optimizer_state_corrupted" else diagnosis.phase,

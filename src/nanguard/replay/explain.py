@@ -15,7 +15,7 @@ from nanguard.incidents.reader import Bundle, load
 from nanguard.records.diagnosis import Diagnosis, Source
 from nanguard.records.panel import panel
 from nanguard.records.printable import printable_lines
-from nanguard.records.run import RUN_LOG
+from nanguard.records.run import RUN_LOG, can_run_again
 from nanguard.records.steps import Incident, Outcome
 from nanguard.replay.repeated import RepeatedIncident, by_fault
 from nanguard.replay.runs import header_of
@@ -159,7 +159,7 @@ def outcome(replayed: Replayed, bundle: Bundle) -> str:
 def _what(diagnosis: Diagnosis) -> str:
     where = f" in {diagnosis.module}" if diagnosis.module else ""
     at = f", {diagnosis.source}" if diagnosis.source is not None else ""
-    return f"{diagnosis.cause}, {diagnosis.op or diagnosis.phase}{where}{at}"
+    return f"{diagnosis.words}, {diagnosis.op or diagnosis.phase}{where}{at}"
 
 
 def _around(source: Source) -> Iterator[str]:
@@ -197,12 +197,12 @@ def _kept(bundle: Bundle) -> Iterator[str]:
     if "batch" in bundle.captured or "samples" in bundle.captured:
         where = shlex.quote(str(bundle.path))
         yield "run it again"
-        yield f"  nanguard replay {where}{'' if header_of(bundle).get('script') else ' --entry train.py:build'}"
+        yield f"  nanguard replay {where}{'' if can_run_again(header_of(bundle)) else ' --entry train.py:build'}"
 
 
 def read(path: Path) -> Bundle:
-    """The incident at a path, or the last one of a run. Raises ``BundleError``."""
+    """The incident at a path, or the one of a run that ``about`` leads with. Raises ``BundleError``."""
     paths, is_run = find(path)
     if not paths:
         raise BundleError(nothing_in(path))
-    return load(paths[-1] if is_run else paths[0])
+    return by_fault(load(each) for each in paths)[0].best if is_run else load(paths[0])

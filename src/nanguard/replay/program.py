@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from nanguard.replay.runs import header_of
 from nanguard.step.observers import Observer
 from nanguard.wiring import describe
 
-_NO_PROGRAM = "give a function that builds the model, --entry train.py:build"
+
+def _give_a_function(script: str) -> str:
+    """What to do if the program cannot be run again."""
+    return f"give a function that builds the model, --entry {shlex.quote(Path(script).name or 'train.py')}:build"
 
 
 class _Reached(BaseException):
@@ -87,11 +91,14 @@ class KnownProgram:
     """The program of an incident of ``nanguard run``, and the step up to which it has to be run again."""
 
     script: str
+    module: str
+    """Empty if it is run by its path."""
     argv: tuple[str, ...]
     step: int
 
     def __str__(self) -> str:
-        return f"running {shlex.join([self.script, *self.argv])} again, up to step {self.step:,}"
+        what = ["-m", self.module] if self.module else [self.script]
+        return f"running {shlex.join([*what, *self.argv])} again, up to step {self.step:,}"
 
 
 def program_of(bundle: Bundle) -> KnownProgram:
@@ -104,15 +111,19 @@ def program_of(bundle: Bundle) -> KnownProgram:
         known = f"nanguard explain {shlex.quote(str(bundle.path))}"
         raise ReplayError(f"the step calls no module, so there is no model to run again. What is known: {known}")
     header = header_of(bundle)
-    script, argv = header.get("script"), header.get("argv")
+    script, module, argv = header.get("script"), header.get("module"), header.get("argv")
     if not isinstance(script, str) or not script:
-        raise ReplayError(f"the program of {bundle.path} is not known: {_NO_PROGRAM}")
+        raise ReplayError(f"the program of {bundle.path} is not known: {_give_a_function('')}")
+    if header.get("is_child"):
+        why = f"the step was made in a process that {Path(script).name} had started, which is not started again"
+        raise ReplayError(f"{why}: {_give_a_function(script)}")
     folder = bundle.path.resolve().parent.parent
     if Path(script).resolve().is_relative_to(folder):
-        raise ReplayError(f"{script} is in the folder of the run, so it is not run: {_NO_PROGRAM}")
+        raise ReplayError(f"{script} is in the folder of the run, so it is not run: {_give_a_function(script)}")
     step = 0 if "weights" in bundle.captured else bundle.outcome.verdict.reading.step
     given = argv if isinstance(argv, (list, tuple)) else ()
-    return KnownProgram(script=script, argv=tuple(str(each) for each in given), step=step)
+    name = module if isinstance(module, str) else ""
+    return KnownProgram(script=script, module=name, argv=tuple(str(each) for each in given), step=step)
 
 
 def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
@@ -123,10 +134,12 @@ def from_program(bundle: Bundle, program: KnownProgram) -> BuiltProgram:
     script, step = program.script, program.step
     calls, names = _saved_calls(bundle), bundle.taped_modules
     found = _Calls(step=step, number=len(calls) or len(names) or 1)
-    _run(script, program.argv, found)
+    _run(program, found)
     model = found.seen[-1] if len({id(module) for module in found.seen}) == 1 else called_modules(names, found.seen)
     if model is None:
-        raise ReplayError(f"the step calls several models, so it is not clear which one to replay: {_NO_PROGRAM}")
+        raise ReplayError(
+            f"the step calls several models, so it is not clear which one to replay: {_give_a_function(script)}"
+        )
     notes = [f"the model is that of {Path(script).name}, which was run again up to step {step:,}"]
     if "tape" not in bundle.captured:
         notes.append("only the calls of the model are run again, not what the program does with their results")
@@ -161,13 +174,17 @@ class _Repeated:
             yield self._calls
 
 
-def _run(script: str, argv: Sequence[str], calls: _Calls) -> None:
+def _run(known: KnownProgram, calls: _Calls) -> None:
+    name, otherwise = Path(known.script).name, _give_a_function(known.script)
+    again = "Run the command in the folder in which the program was run, or"
     try:
-        program = LaunchedProgram(script, argv, is_module=False)
+        program = LaunchedProgram(known.module or known.script, known.argv, is_module=bool(known.module))
     except LaunchError as error:
-        raise ReplayError(f"{error}: {_NO_PROGRAM}") from None
-    autopilot = begin(Settings(observers=(calls,), diagnose="off", capture="none", script=script, argv=tuple(argv)))
-    name = Path(script).name
+        raise ReplayError(f"{error}. {again} {otherwise}") from None
+    if not os.path.samefile(program.path, known.script):
+        raise ReplayError(f"{known.module} is {program.path} here, and was {known.script}. {again} {otherwise}")
+    settings = Settings(observers=(calls,), diagnose="off", capture="none", script=known.script, argv=known.argv)
+    autopilot = begin(settings)
     try:
         with _restored(), calls.listening(), contextlib.redirect_stdout(sys.stderr):
             try:
@@ -178,11 +195,8 @@ def _run(script: str, argv: Sequence[str], calls: _Calls) -> None:
         return
     except (Exception, SystemExit) as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            raise ReplayError(
-                f"{name} raised {told(error)}. Run the command in the folder in which the program was run, "
-                f"or {_NO_PROGRAM}"
-            ) from error
-    raise ReplayError(f"{name} ended before step {calls.step:,} called its model: {_NO_PROGRAM}")
+            raise ReplayError(f"{name} raised {told(error)}. {again} {otherwise}") from error
+    raise ReplayError(f"{name} ended before step {calls.step:,} called its model: {otherwise}")
 
 
 @contextlib.contextmanager

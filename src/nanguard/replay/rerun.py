@@ -14,13 +14,14 @@ import torch
 import nanguard
 from nanguard.diagnosis.taped import microbatches
 from nanguard.errors import ProtocolError, ReplayError
+from nanguard.hosted.settings import Settings
 from nanguard.incidents.environment import as_then
 from nanguard.incidents.reader import Bundle
 from nanguard.records.diagnosis import Diagnosis
 from nanguard.replay.calls import CalledModules, call_again, is_calls
 from nanguard.replay.entry import BuiltProgram, told
 from nanguard.replay.runs import header_of
-from nanguard.standalone import diagnose
+from nanguard.standalone import diagnose_step
 from nanguard.state.islands import Islands
 from nanguard.state.names import named_weights, plain_name, unwrapped
 from nanguard.state.rng import RngState
@@ -148,7 +149,7 @@ def replay(stage: Stage) -> Replayed:
         if found is not None:
             break
     if found is not None and recorded is not None and _is_known_by_history(recorded, found):
-        stage.notes.append(f"the run called it {recorded.cause} because of the steps before; alone it is {found.cause}")
+        stage.notes.append(f"the run called it {recorded.words} because of the steps before; alone it is {found.words}")
     if found is not None and recorded is not None and _is_same_damage(recorded, found):
         stage.notes.append("the saved weights are damaged; that happened before this step and cannot be replayed")
     return Replayed(
@@ -182,9 +183,9 @@ def _examine_tape(stage: Stage, optimizer: Any) -> Diagnosis | None:
 def _examine(
     stage: Stage, loss_fn: LossFn, batch: Any, optimizer: Any, loss_scale: LossScale | None
 ) -> Diagnosis | None:
-    recorded = stage.bundle.diagnosis
+    recorded, script = stage.bundle.diagnosis, header_of(stage.bundle).get("script")
     try:
-        return diagnose(
+        return diagnose_step(
             stage.program.model,
             loss_fn,
             batch,
@@ -192,6 +193,7 @@ def _examine(
             precision=stage.precision,
             loss_scale=loss_scale,
             depth="full" if recorded is None else recorded.depth,
+            fp32_fix=Settings(script=script).fp32_fix if isinstance(script, str) and script else None,
         )
     except ProtocolError as error:
         if "nothing to diagnose" in str(error):

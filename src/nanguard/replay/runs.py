@@ -24,8 +24,14 @@ def newest_run() -> Path:
     found = [run for parent in PARENTS for run in runs_in(Path(parent))]
     if not found:
         where = " nor in ".join(f"{parent}/" for parent in PARENTS)
-        raise BundleError(f"there is no run in {where}: give the path of a run, as in nanguard explain runs/a")
+        raise BundleError(f"there is no run in {where}: give the path of a run")
     return max(found, key=_written)
+
+
+def newest_with_incidents() -> Path | None:
+    """As ``newest_run``, of the runs with saved incidents; None if there are none."""
+    found = [run for parent in PARENTS for run in runs_in(Path(parent)) if folders(run)]
+    return max(found, key=_written, default=None)
 
 
 def runs_in(folder: Path) -> list[Path]:

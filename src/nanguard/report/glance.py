@@ -35,11 +35,10 @@ _DID = {
 
 def state_of(run: Run, now: float) -> RunState:
     """The state of the run. ``now`` must come from the same clock as the times in the log."""
+    if run.halted_at is not None:
+        return "halted"
     if run.is_over:
         return "ended"
-    last = run.incidents[-1] if run.incidents else None
-    if last is not None and last.outcome.action.response == "halt" and last.time >= last_time(run):
-        return "halted"
     if now - last_time(run) <= _usual_silence(run):
         return "running"
     return "gone" if _is_gone(run) else "silent"

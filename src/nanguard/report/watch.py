@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from rich.text import Text
 
@@ -39,7 +40,7 @@ def waiting(path: str) -> Text:
 def view(run: Run, now: float, *, width: int, height: int, ascii_only: bool = False) -> Text:
     """The whole view, in at most ``height`` lines of at most ``width`` columns."""
     lines = [_title(run, now, width), *_about(run), []]
-    lines += [*_numbers(run, width, ascii_only), _counts(run), *_refused(run), *_troubles(run)]
+    lines += [*_numbers(run, width, ascii_only), _counts(run), *_refused(run, width), *_troubles(run)]
     lines += _headroom(run, ascii_only)
     lines += _happenings(run, height - len(lines))
     return Text("\n").join(_fitted(line, width, ascii_only) for line in lines[: max(1, height)])
@@ -178,9 +179,9 @@ def _counts(run: Run) -> Line:
     return [(f" {'steps':<{_LABEL}}", "dim"), (f"{'':<{_VALUE - 7}}{'   '.join(told)}", "")]
 
 
-def _refused(run: Run) -> Iterator[Line]:
+def _refused(run: Run, width: int) -> Iterator[Line]:
     if words := glance.refused_in_words(run):
-        yield [(f" {words}", "bold red")]
+        yield from ([(f" {line}", "bold red")] for line in wrap(words, max(20, width - 2)))
 
 
 def _troubles(run: Run) -> Iterator[Line]:

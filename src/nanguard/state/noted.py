@@ -170,6 +170,10 @@ class Bank:
         counted = _where_finite(self._saved, self._now)
         return torch.segment_reduce(counted.double(), "max", lengths=self._lengths, unsafe=True)
 
+    def was_finite(self) -> bool:
+        """Whether they held no NaN or Inf when they were noted. Syncs."""
+        return math.isfinite(torch.linalg.vector_norm(self._saved).item())
+
     def is_finite(self) -> bool:
         """Whether they are the same tensors as when they were noted, and hold no NaN or Inf. Syncs."""
         return self.unchanged() and math.isfinite(torch.linalg.vector_norm(_compat_kernels.flatten(self._known)).item())

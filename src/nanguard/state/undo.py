@@ -33,6 +33,8 @@ class Undo:
         self._device = device
         self.is_used = False
         """Whether there is anything to note."""
+        self.has_statistics = False
+        """Whether there are running statistics, as of BatchNorm, which change at nearly every step."""
         self._slots: dict[Key, Slot] = {}
         self._banks: list[Bank] = []
         self._large: list[Slot] = []
@@ -69,11 +71,6 @@ class Undo:
         """Whether ``note_`` need not be called again, as far as that is known without a sync: on a CPU values count."""
         return self.are_as_noted() if self._device.type == "cpu" else self.is_noted()
 
-    @property
-    def has_statistics(self) -> bool:
-        """Whether there are running statistics, as of BatchNorm, which change at nearly every step."""
-        return any(slot.key.startswith("running_") for slot in self._slots.values())
-
     @torch.no_grad()
     def differ(self) -> Tensor:
         """1 if a small tensor is not what it was when it was noted, counted by torch or not, else 0. Does not sync."""
@@ -102,6 +99,13 @@ class Undo:
         if self._loose or any(slot.was_written_to() for slot in self._large):
             return False
         return all(map(Bank.is_as_noted, self._banks))
+
+    def spoiled_statistics(self) -> list[str]:
+        """Names of running statistics that were NaN or Inf already when they were noted. Syncs."""
+        if all(bank.was_finite() for bank in self._banks if bank.is_watched):
+            return []
+        statistics = [slot for slot in self._slots.values() if slot.key.startswith("running_")]
+        return [s.name for s in statistics if s.saved is not None and not bool(torch.isfinite(s.saved).all())]
 
     def undo_where_(self, flag: Tensor) -> None:
         """Puts back what can be put back on the device, if the 0-dim ``flag`` is 1."""
@@ -236,6 +240,7 @@ class Undo:
         # A CUDA graph may hold on to the copies: they stay as long as they fit.
         if slots.keys() != self._slots.keys() or not all(slot.fits for slot in slots.values()):
             self._slots, self.is_used = slots, bool(slots)
+            self.has_statistics = any(slot.key.startswith("running_") for slot in slots.values())
             self._sort()
 
     @torch.no_grad()

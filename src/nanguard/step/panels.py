@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanguard.records.alert import Alert
-from nanguard.records.layout import fitted, terminal_width
+from nanguard.records.layout import above_bars, fitted, terminal_width
 from nanguard.records.panel import panel, repeated
 from nanguard.records.steps import Incident
 from nanguard.step.observers import Observer
@@ -51,4 +51,5 @@ class PanelLogger(Observer):
             log.exception("step %d: %s, which could not be described", incident.reading.step, what)
         else:
             level = logging.WARNING if seen.is_worth_telling else logging.INFO
-            log.log(level, "%s", fitted(text, terminal_width()))
+            with above_bars():
+                log.log(level, "%s", fitted(text, terminal_width()))

@@ -11,6 +11,7 @@ from nanguard.records.diagnosis_text import facts, format_name, how_found, page_
 from nanguard.records.diagnosis_text import place_in_words as place_of
 from nanguard.records.markup import Child, Markup, tag
 from nanguard.records.panel import done, headline, rows, what_happened
+from nanguard.records.run import can_run_again
 from nanguard.records.words import counted, joined, step_range
 from nanguard.report.html.kinds import glyph, kind_of
 from nanguard.report.html.prose import fault_in_words, number, place_in_words
@@ -179,7 +180,7 @@ def _fix(diagnosis: Diagnosis) -> Iterator[Child]:
 def _trail(trail: Sequence[Stretch], card_id: str) -> Iterator[Child]:
     finite = [s for s in trail if s.low is not None and s.high is not None]
     largest = max((max(abs(s.low or 0.0), abs(s.high or 0.0)) for s in finite), default=0.0)
-    words = f"The largest finite value is {number(largest)}." if finite else "No module has a finite value."
+    words = f"The largest finite value is {number(largest)}." if finite else "All of them have NaN or Inf."
     if not all(s.is_finite for s in trail):
         words += " A cross marks non-finite values from the fault on. Infinities of a mask before it are not marked."
     yield tag("p", "The smallest and largest value in each module, in forward order. ", words, class_="quiet")
@@ -264,7 +265,7 @@ def _trials(diagnosis: Diagnosis) -> Markup | None:
             tag("th", trial.what, scope="row"),
             tag(
                 "td",
-                tag("span", trial.result or "not tried", class_=f"verdict {marks.get(trial.result or '', 'open')}"),
+                tag("span", trial.result or "no result", class_=f"verdict {marks.get(trial.result or '', 'open')}"),
             ),
             tag("td", trial.detail),
         )
@@ -285,7 +286,7 @@ def _kept(story: Story, record: IncidentRecord, bundle: Bundle | None) -> Iterat
     where = shlex.quote(str(folder))
     yield _copyable(f"nanguard explain {where}")
     if bundle is not None and {"batch", "samples"} & set(bundle.captured):
-        entry = "" if story.run.header.get("script") else " --entry train.py:build"
+        entry = "" if can_run_again(story.run.header) else " --entry train.py:build"
         yield _copyable(f"nanguard replay {where}{entry}")
 
 

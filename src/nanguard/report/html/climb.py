@@ -136,12 +136,12 @@ def _told_options(told: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _links(story: Story, places: Sequence[int]) -> list[Child]:
-    """The steps, each a link to its card; neighbours are taken together."""
+    """The steps, each a link to its card; neighbours are taken together, also those of several optimizers."""
     targets = story.targets()
     stretches: list[list[int]] = []
-    for place in places:
+    for place in sorted(places, key=lambda place: story.incidents[place].reading.step):
         step = story.incidents[place].reading.step
-        if stretches and step == story.incidents[stretches[-1][-1]].reading.step + 1:
+        if stretches and step <= story.incidents[stretches[-1][-1]].reading.step + 1:
             stretches[-1].append(place)
         else:
             stretches.append([place])

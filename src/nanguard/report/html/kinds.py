@@ -42,6 +42,7 @@ KINDS = {
             symbol="x",
             shape="M4 2l4 4 4-4 2 2-4 4 4 4-2 2-4-4-4 4-2-2 4-4-4-4z",
         ),
+        Kind(name="left_out", label="not used for training", symbol="cross", shape="M6 2h4v4h4v4h-4v4h-4v-4h-4v-4h4z"),
         Kind(name="drop", label="bad part dropped", symbol="diamond", shape="M8 1l7 7-7 7-7-7z"),
         Kind(name="warn", label="not answered", symbol="hexagon", shape="M8 1l6 3.5v7l-6 3.5-6-3.5v-7z"),
         Kind(
@@ -78,7 +79,7 @@ def glyph(kind: Kind) -> Markup:
 
 def kind_of(record: IncidentRecord) -> Kind:
     outcome = record.outcome
-    response = "roll_back" if outcome.is_rollback else outcome.action.response
+    response = "roll_back" if outcome.is_rollback else "left_out" if outcome.is_left_out else outcome.action.response
     return KINDS.get("drop" if response in ("apply", "drop_gradients") else response, KINDS["other"])
 
 

@@ -57,7 +57,7 @@ def figures(figures: Figures) -> Iterator[tuple[str, str, str]]:
 
 
 def state(figures: Figures) -> str:
-    if figures.halted_at is not None and not figures.is_over:
+    if figures.halted_at is not None:
         return "halted"
     return "ended" if figures.is_over else "no end in the log"
 
@@ -129,7 +129,7 @@ def _steps_sentence(figures: Figures) -> str:
         parts.append(f"{figures.undone:,} undone by {by}" if figures.undone else by)
     others = "; all others applied" if figures.applied else ""
     lost = f"{what}: {joined(parts, most=len(parts))}{others}." if parts else f"{what}, all applied."
-    if figures.halted_at is not None and not figures.is_over:
+    if figures.halted_at is not None:
         return f"{lost} Training halted at step {figures.halted_at:,}."
     return lost if figures.is_over else f"{lost} The log has no end: the run is still going or was stopped."
 
@@ -160,7 +160,8 @@ def _first_trouble(story: Story) -> Iterator[SummaryPart]:
     acted = [record.outcome.did for record in fault.incidents if record.outcome.did]
     if acted:
         more = f" (and {len(acted) - 1:,} more)" if len(acted) > 1 else ""
-        yield "", f". Response: {acted[-1]}{more}."
+        is_answer = any(record.outcome.did and not record.outcome.is_left_out for record in fault.incidents)
+        yield "", f". Response: {acted[-1]}{more}." if is_answer else f": {acted[-1]}{more}."
     elif all(record.outcome.action.response == "skip" for record in fault.incidents):
         yield "", ", skipped each time." if again else ", skipped."
     else:

@@ -59,7 +59,8 @@ class FaultGroup:
 class Figures:
     """The key numbers. ``seconds`` is the time from the first line of the log to the last.
 
-    ``last_loss`` is the last finite loss. If later losses are non-finite, ``last_loss_step`` is its step.
+    ``last_loss`` is the last finite loss, ``first_loss`` the first one of the same optimizer. If
+    later losses are non-finite, ``last_loss_step`` is its step.
     """
 
     steps: int
@@ -188,7 +189,6 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
         *(t for line in (*run.headers, run.end or {}) if isinstance(t := line.get("time"), (int, float))),
     ]
     times = [time for time in times if math.isfinite(time)]
-    halts = [record.outcome.verdict.reading.step for record in incidents if record.outcome.action.response == "halt"]
     return Figures(
         steps=steps,
         applied=counts.get("applied", 0),
@@ -198,12 +198,12 @@ def _figures(run: Run, incidents: Sequence[IncidentRecord]) -> Figures:
         undone=counts.get("undone", 0),
         rollbacks=counts.get("rolled_back", 0),
         incidents=len(incidents),
-        first_loss=finite[0].loss if finite else math.nan,
+        first_loss=next((each.loss for each in finite if each.optimizer == finite[-1].optimizer), math.nan),
         last_loss=finite[-1].loss if finite else math.nan,
         last_loss_step=finite[-1].step if finite and finite[-1] is not run.steps[-1] else None,
         seconds=max(times) - min(times) if times else 0.0,
         is_over=run.is_over,
-        halted_at=halts[-1] if halts else None,
+        halted_at=run.halted_at,
         refused_at_end=refused_at_end(run.steps),
     )
 

@@ -21,7 +21,7 @@ const trails = (() => {
   function in_words(stretch) {
     const what = wrapped(`${stretch.module} (${stretch.kind}), ${stretch.op}, ${stretch.format}`);
     const { low, high } = stretch;
-    const span = low === null ? "no finite value" : `${low.toPrecision(4)} to ${high.toPrecision(4)}`;
+    const span = low === null ? "NaN or Inf" : `${low.toPrecision(4)} to ${high.toPrecision(4)}`;
     const bad = stretch.finite ? "" : low === null ? "" : "<br>non-finite values too";
     return `${what}<br>${span}${bad}`;
   }
@@ -104,7 +104,7 @@ const trails = (() => {
     }));
     const empty = rows
       .filter((row) => trail[row].low === null)
-      .map((row) => ({ showarrow: false, x: 0, y: row, text: "no finite value", font: { size: 11, color: colours.of("bad") } }));
+      .map((row) => ({ showarrow: false, x: 0, y: row, text: "NaN or Inf", font: { size: 11, color: colours.of("bad") } }));
     const layout = {
       width: place.clientWidth,
       height: ROW * trail.length + 68,

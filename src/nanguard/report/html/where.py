@@ -54,7 +54,9 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
     if isinstance(script := header.get("script"), str):
         argv = header.get("argv")
         rest = argv if isinstance(argv, list) and all(isinstance(each, str) for each in argv) else []
-        yield "program", shlex.join([script, *(rest[1:] if rest[:1] == [script] else rest)])
+        module = header.get("module")
+        what = ["-m", module] if isinstance(module, str) else [script]
+        yield "program", shlex.join([*what, *(rest[1:] if rest[:1] == [script] else rest)])
     for key, name in _NAMES.items():
         if header.get(key) not in (None, "", []):
             yield name, _value(header[key])
