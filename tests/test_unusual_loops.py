@@ -201,6 +201,28 @@ def test_a_division_in_place_is_what_made_a_parameter_non_finite() -> None:
     assert (found.cause, found.module, place(found)[1]) == ("parameter_corrupted", "items", line("by zero"))
 
 
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@SYNCS
+def test_samples_that_are_drawn_with_gradients_of_the_model_are_part_of_the_step(sync: Any) -> None:
+    """Langevin dynamics in an energy-based model: the program writes to the data of what it takes gradients of."""
+    with nanguard.install(sync=sync) as autopilot:
+        energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Adam(energy.parameters(), fused=True)
+        for step, x in enumerate(torch.rand(20, 3).split(4)):
+            rate = 1e42 if step == 3 else 0.1
+            fake = torch.autograd.Variable(torch.rand(4, 3), requires_grad=True)
+            for _ in range(2):
+                (slope,) = torch.autograd.grad(energy(fake).sum(), [fake])
+                fake.data += rate * slope  # a step of the samples
+            optimizer.zero_grad()
+            (energy(fake.detach()).mean() - energy(x).mean()).backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)) == ("overflow_any_precision", ("mul", line("a step of the samples")))
+
+
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
