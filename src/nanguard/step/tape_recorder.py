@@ -30,7 +30,7 @@ from nanguard.step.tape import (
     sets_data_of_trained,
 )
 from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
-from nanguard.step.tape_kinds import BACKWARD, CUTS, DRAWS, MAKES, ROW, WRITES, kind_of
+from nanguard.step.tape_kinds import BACKWARD, CARRIES, CUTS, DRAWS, MAKES, ROW, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
@@ -197,6 +197,9 @@ class TapeRecorder(ModuleRows):
         """Whether a write to the first argument, or a cut of it from its graph, is no part of the step."""
         if not kind & WRITES:
             return type(first) is Unseen  # what the program keeps from an earlier step is data from here on
+        if kind & CARRIES:
+            self._marks.pop(id(result), None)
+            return True
         if self.tape is not None and type(first) is Outside and changed(first) and not args[0].requires_grad:
             self.tape.note_change(func, args, position_of(sys._getframe(2)))
             return True  # data that are being prepared
