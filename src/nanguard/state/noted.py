@@ -27,6 +27,10 @@ class Slot:
     version: int | None = None
     module: int = 0
     """The number of the module that it belongs to, among those that have tensors here."""
+    looks_left: int = 0
+    """So often it is noted before torch is trusted to count what is written to it."""
+    is_counted: bool = True
+    """Whether torch counts that. Not so what a program writes to ``buffer.data``, as codebooks do."""
 
     @property
     def current(self) -> Tensor | None:
@@ -39,7 +43,10 @@ class Slot:
         return now is saved if now is None or saved is None else _alike(now, saved)
 
     def was_written_to(self) -> bool:
+        """Also true if that is not certain."""
         now = self.current
+        if self.looks_left or not self.is_counted:
+            return True
         return now is not self.origin or (now is not None and _compat.version(now) != self.version)
 
     def note_(self) -> None:
@@ -49,6 +56,15 @@ class Slot:
         else:
             self.saved.copy_(now)
         self.origin, self.version = now, None if now is None else _compat.version(now)
+        self.looks_left = max(0, self.looks_left - 1)
+
+    def look(self) -> None:
+        """Compares it with its copy, if that is to be done, to find out whether torch counts writes to it. Syncs."""
+        now, saved = self.current, self.saved
+        if not self.looks_left or now is None or saved is None or now is not self.origin:
+            return
+        if _compat.version(now) == self.version and not torch.equal(now, saved):
+            self.is_counted, self.looks_left = False, 0
 
     def put_(self, saved: Tensor | None) -> None:
         """Puts ``saved`` back: into the module's tensor if that is still there, else as a new tensor.
