@@ -223,6 +223,18 @@ def test_samples_that_are_drawn_with_gradients_of_the_model_are_part_of_the_step
     assert (found.cause, place(found)) == ("overflow_any_precision", ("mul", line("a step of the samples")))
 
 
+def test_no_sample_is_named_if_all_are_bad_and_the_program_raises() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(3, 2)
+        SGD(model.parameters(), lr=0.1)
+        try:
+            torch.distributions.Normal(model(torch.full((100, 3), float("nan"))), 1.0)
+        except ValueError:
+            autopilot.end()
+    (found,) = found_in(autopilot)
+    assert (found.cause, found.samples) == ("input_nonfinite", ())
+
+
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
