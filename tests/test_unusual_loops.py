@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
 from helpers import line
+from nanguard.diagnosis.trials import with_shown_samples
+from nanguard.records.diagnosis import Diagnosis
 from test_training_loops import SYNCS, found_in, place
 
 
@@ -223,16 +226,30 @@ def test_samples_that_are_drawn_with_gradients_of_the_model_are_part_of_the_step
     assert (found.cause, place(found)) == ("overflow_any_precision", ("mul", line("a step of the samples")))
 
 
-def test_no_sample_is_named_if_all_are_bad_and_the_program_raises() -> None:
-    with nanguard.install() as autopilot:
-        model = nn.Linear(3, 2)
-        SGD(model.parameters(), lr=0.1)
-        try:
-            torch.distributions.Normal(model(torch.full((100, 3), float("nan"))), 1.0)
-        except ValueError:
-            autopilot.end()
-    (found,) = found_in(autopilot)
-    assert (found.cause, found.samples) == ("input_nonfinite", ())
+@pytest.mark.parametrize("num", [3, 100])
+def test_no_sample_is_named_if_all_rows_of_the_data_are_bad(num: int) -> None:
+    found = Diagnosis(
+        phase="data", cause="input_nonfinite", because="x holds NaN", confidence="certain", shape=(num, 3)
+    )
+    assert with_shown_samples(replace(found, samples=tuple(range(num)))).samples == ()
+    assert with_shown_samples(replace(found, samples=(1,))).samples == (1,)
+
+
+def test_two_bad_steps_of_an_image_without_a_module_that_is_trained_are_both_refused() -> None:
+    """As in a transfer of style, on a GPU: no module call comes before which the state could be noted."""
+    with nanguard.install(sync="late") as autopilot:
+        features = nn.Linear(4, 3)
+        image = torch.rand(2, 4, requires_grad=True)
+        optimizer = Adam([image], fused=True)
+        for step in range(8):
+            loss = torch.sqrt(features(image).square() * float(step < 3) + float(step < 3)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert autopilot.unsound() == ()
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"] + autopilot.counts["lost"]) == (3, 5)
+    assert image.isfinite().all()
+    assert {found.cause for found in found_in(autopilot)} == {"sqrt_grad_at_zero"}
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
