@@ -43,11 +43,14 @@ class Slot:
         return now is saved if now is None or saved is None else _alike(now, saved)
 
     def was_written_to(self) -> bool:
-        """Also true if that is not certain."""
-        now = self.current
-        if self.looks_left or not self.is_counted:
+        """Also true if that is not certain. Syncs as long as ``looks_left``."""
+        if self.looks_left:
+            self._look()
             return True
-        return now is not self.origin or (now is not None and _compat.version(now) != self.version)
+        now = self.current
+        if now is not self.origin or not self.is_counted:
+            return True
+        return now is not None and _compat.version(now) != self.version
 
     def note_(self) -> None:
         now = self.current
@@ -58,12 +61,12 @@ class Slot:
         self.origin, self.version = now, None if now is None else _compat.version(now)
         self.looks_left = max(0, self.looks_left - 1)
 
-    def look(self) -> None:
-        """Compares it with its copy, if that is to be done, to find out whether torch counts writes to it. Syncs."""
+    def _look(self) -> None:
+        """Whether torch counts what is written to it shows if it differs from its copy."""
         now, saved = self.current, self.saved
-        if not self.looks_left or now is None or saved is None or now is not self.origin:
+        if now is None or saved is None or now is not self.origin or _compat.version(now) != self.version:
             return
-        if _compat.version(now) == self.version and not torch.equal(now, saved):
+        if not torch.equal(now, saved):
             self.is_counted, self.looks_left = False, 0
 
     def put_(self, saved: Tensor | None) -> None:

@@ -162,8 +162,6 @@ class Undo:
 
     def _written(self) -> list[Slot]:
         """The large tensors that may have been written to since they were noted."""
-        for slot in self._large:
-            slot.look()
         return [slot for slot in self._large if slot.was_written_to()]
 
     def _is_out_of_order(self) -> bool:
