@@ -389,6 +389,25 @@ def test_what_changes_gradients_after_the_backward_pass_is_named_as_such_and_no_
     assert "between backward() and optimizer.step()" in found.fix.words
 
 
+def test_several_lines_that_change_gradients_are_all_named() -> None:
+    with nanguard.install() as autopilot:
+        model = nn.Linear(6, 2)
+        optimizer = Adam(model.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 6)).square() * float(step != BAD)).sum().backward()
+            for p in model.parameters():
+                p.grad.div_(p.grad.norm())  # made a unit vector
+                p.grad.mul_(0.5)  # scaled
+            optimizer.step()
+    found = only(autopilot.incidents)
+    lines = [f"test_program_tape.py:{line(mark)}" for mark in ("made a unit vector", "scaled")]
+    assert (found.source, found.because.endswith(f"; the program changes gradients at {' and '.join(lines)}")) == (
+        None,
+        True,
+    )
+
+
 def test_data_is_named_also_if_another_argument_of_the_call_is_long() -> None:
     with nanguard.install() as autopilot:
         model = nn.Linear(6, 1)

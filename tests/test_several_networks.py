@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -19,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 import nanguard
+from helpers import line
 from nanguard.autopilot.entry import Autopilot
 from nanguard.autopilot.summary import sentence
 from nanguard.cli.speech import logging_to
@@ -226,6 +228,39 @@ def test_a_bare_tensor_that_another_optimizer_trains_is_not_data(tmp_path: Path)
     diagnosis = first(autopilot)
     assert (diagnosis.phase, diagnosis.cause) == ("parameter", "uninitialized_memory")
     assert "parameter v" in diagnosis.because
+
+
+def test_running_statistics_that_overflow_in_the_pass_of_another_network_are_not_called_corrupt() -> None:
+    with nanguard.install() as autopilot:
+        G, D = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1), nn.Sigmoid())
+        solvers = [torch.optim.Adam(D.parameters(), lr=1e25), torch.optim.Adam(G.parameters())]
+        for solver in solvers:
+            solver.zero_grad()
+            with contextlib.suppress(RuntimeError):  # all elements of input should be between 0 and 1
+                nn.BCELoss()(D(G(torch.rand(6, 4))), torch.ones(6, 1)).backward()
+            solver.step()
+        autopilot.end()
+    assert [incident.diagnosis.cause for incident in autopilot.incidents] == ["learning_rate_too_high"]
+
+
+def test_a_later_fault_is_located_in_programs_with_a_loss_scale_for_each_network() -> None:
+    """Each step changes the scale: were that on the tape, a step would depend on all before it."""
+    with nanguard.install() as autopilot:
+        G, D = nn.Linear(4, 4), nn.Linear(4, 1)
+        solvers = [torch.optim.Adam(net.parameters()) for net in (D, G)]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in solvers]
+        for step in range(5):
+            real = torch.rand(6, 4)
+            for solver, scaler in zip(solvers, scalers, strict=True):
+                with torch.autocast("cpu", torch.bfloat16):
+                    score = D(G(real)).mean() if solver is solvers[1] else D(real).mean()
+                    loss = torch.log(score.float().square() * (step != 3 or solver is solvers[0]))  # logarithm
+                solver.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(solver)
+                scaler.update()
+    found = [incident.diagnosis for incident in autopilot.incidents]
+    assert [(each.step, each.cause, each.source.line) for each in found] == [(3, "log_of_zero", line("logarithm"))]
 
 
 def test_lines_about_many_steps_name_the_network(tmp_path: Path) -> None:

@@ -54,6 +54,27 @@ def test_damage_after_a_skip_is_rolled_back_and_does_not_end_the_program() -> No
     assert autopilot.counts["applied"] == 5 * 3 + 5
 
 
+def test_steps_in_flight_are_heard_of_before_an_optimizer_that_is_out_of_scope_is_gone() -> None:
+    """As in a program with a function ``main``, on a GPU."""
+
+    def main() -> nn.Module:
+        model = Energy()
+        optimizer = Adam(model.parameters(), fused=True)
+        for step, (x, _) in enumerate(records()):
+            if step == 5:
+                next(model.parameters()).data.fill_(float("nan"))
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        return model
+
+    with nanguard.install(sync="late") as autopilot:
+        model = main()
+        assert autopilot.unsound() == ()
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert [incident.outcome.action.response for incident in autopilot.incidents] == ["roll_back"]
+
+
 def test_a_tensor_that_the_program_no_longer_has_is_not_told_of() -> None:
     """Also if a module has a parameter that is None, as a layer without bias has."""
     with nanguard.install() as autopilot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanguard
 from helpers import line
+from nanguard.diagnosis.trials import with_shown_samples
+from nanguard.records.diagnosis import Diagnosis
 from test_training_loops import SYNCS, found_in, place
 
 
@@ -199,6 +202,54 @@ def test_a_division_in_place_is_what_made_a_parameter_non_finite() -> None:
             optimizer.step()
     found = found_in(autopilot)[0]
     assert (found.cause, found.module, place(found)[1]) == ("parameter_corrupted", "items", line("by zero"))
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@SYNCS
+def test_samples_that_are_drawn_with_gradients_of_the_model_are_part_of_the_step(sync: Any) -> None:
+    """Langevin dynamics in an energy-based model: the program writes to the data of what it takes gradients of."""
+    with nanguard.install(sync=sync) as autopilot:
+        energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Adam(energy.parameters(), fused=True)
+        for step, x in enumerate(torch.rand(20, 3).split(4)):
+            rate = 1e42 if step == 3 else 0.1
+            fake = torch.autograd.Variable(torch.rand(4, 3), requires_grad=True)
+            for _ in range(2):
+                (slope,) = torch.autograd.grad(energy(fake).sum(), [fake])
+                fake.data += rate * slope  # a step of the samples
+            optimizer.zero_grad()
+            (energy(fake.detach()).mean() - energy(x).mean()).backward()
+            optimizer.step()
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)) == ("overflow_any_precision", ("mul", line("a step of the samples")))
+
+
+@pytest.mark.parametrize("num", [3, 100])
+def test_no_sample_is_named_if_all_rows_of_the_data_are_bad(num: int) -> None:
+    found = Diagnosis(
+        phase="data", cause="input_nonfinite", because="x holds NaN", confidence="certain", shape=(num, 3)
+    )
+    assert with_shown_samples(replace(found, samples=tuple(range(num)))).samples == ()
+    assert with_shown_samples(replace(found, samples=(1,))).samples == (1,)
+
+
+def test_two_bad_steps_of_an_image_without_a_module_that_is_trained_are_both_refused() -> None:
+    """As in a transfer of style, on a GPU: no module call comes before which the state could be noted."""
+    with nanguard.install(sync="late") as autopilot:
+        features = nn.Linear(4, 3)
+        image = torch.rand(2, 4, requires_grad=True)
+        optimizer = Adam([image], fused=True)
+        for step in range(8):
+            loss = torch.sqrt(features(image).square() * float(step < 3) + float(step < 3)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert autopilot.unsound() == ()
+    assert (autopilot.counts["applied"], autopilot.counts["skipped"] + autopilot.counts["lost"]) == (3, 5)
+    assert image.isfinite().all()
+    assert {found.cause for found in found_in(autopilot)} == {"sqrt_grad_at_zero"}
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,7 +333,8 @@ class Registry:
         return "" if diagnosis is None else diagnosis.network
 
     def unsound(self) -> tuple[str, ...]:
-        """Names of what is not finite now. Syncs."""
+        """Names of what is not finite once the last steps have been processed. Syncs."""
+        self._end_steps(HostedStep.settle)
         trained = tuple(name for hosted in self.hosted_steps for name in hosted.unsound())
         by_loops = tuple(name for loop in self._loops for name in loop.unsound())
         return trained + by_loops + self._past_unsound + unsound_averages(self.live_modules)
@@ -347,14 +348,18 @@ class Registry:
         """Processes what is under way and ends the run log."""
         for loop in list(self._loops):
             loop.close()
+        self._end_steps(HostedStep.close)
+        for hosted in self.hosted_steps:
+            vars(hosted.optimizer).pop(_ATTRIBUTE, None)  # a plain optimizer from now on, whatever is installed next
+
+    def _end_steps(self, end: Callable[[HostedStep], None]) -> None:
         for hosted in self.hosted_steps:
             try:
-                hosted.close()
+                end(hosted)
             except NonFiniteError as error:
                 log.warning("%s", error)
             except Exception:
                 log.exception("the last steps could not be processed")
-            vars(hosted.optimizer).pop(_ATTRIBUTE, None)  # a plain optimizer from now on, whatever is installed next
 
 
 def _identities(roots: Sequence[nn.Module]) -> set[int]:

@@ -17,7 +17,7 @@ from nanguard.records.diagnosis import Operand
 from nanguard.state.trees import leaves, mapped, tensors
 
 _MOST_RECOMPUTED = 1 << 28
-_MOST_SAMPLES = 64
+_MOST_SAMPLES = 4096
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

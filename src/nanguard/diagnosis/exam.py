@@ -22,7 +22,7 @@ from nanguard.diagnosis.watched import WatchedRun
 from nanguard.records.diagnosis import Link, Operand, Stretch
 from nanguard.records.steps import Reading
 from nanguard.source.frames import source_of, user_files
-from nanguard.state.batch_indices import indices_of, num_samples_of, whole_dataset
+from nanguard.state.batch_indices import FetchedBatch, indices_of, num_samples_of, whole_dataset
 from nanguard.state.held import held_by_module
 from nanguard.state.parameter_sizes import ParameterSizes
 from nanguard.state.trees import tensors
@@ -58,7 +58,8 @@ class Past:
 class Exam:
     """The examination of one step: how it ran, and its ``replay``, None if it cannot be run again.
 
-    ``is_from_loader`` says that the samples may be those of a loader's batch.
+    ``is_from_loader`` says that the samples may be those of a loader's batch. ``bad_data`` is the memory of the data
+    that are non-finite, if the fault is in the data.
     """
 
     parts: StepParts
@@ -67,6 +68,7 @@ class Exam:
     past: Past
     replay: Replay | None
     is_from_loader: bool = True
+    bad_data: int | None = None
 
     def files(self, *others: object) -> list[str]:
         """Of the user's program: where loss functions, modules and the classes of ``others`` are defined, and what ran.
@@ -89,7 +91,7 @@ class Exam:
 
         One of size 1 may be that of the layers, as in the hidden state of an LSTM, if no loader has given the batch.
         """
-        fetched, shape = self.pending.fetched, event.note.shape
+        fetched, shape = self._fetched_with(event.storage), event.note.shape
         has_none = has_no_samples(self.run.trace, self.parts, self.pending)
         num = None if has_none else num_samples_of(self.batch(), fetched)
         is_batch = num is not None and shape[:1] == (num,) and (num > 1 or bool(fetched))
@@ -100,10 +102,11 @@ class Exam:
 
     def dataset_indices(self, samples: Sequence[int]) -> tuple[int, ...]:
         """The indices of samples of the batch in the dataset, empty if they are not known."""
-        if not samples or not self.pending.fetched or not self.is_from_loader:
+        fetched = self._fetched_with(self.bad_data)
+        if not samples or not fetched or not self.is_from_loader:
             return ()
         num = max(1, len(self.pending.microbatches))
-        indices = indices_of(self.batch(), self.pending.fetched, self.run.microbatch, num)
+        indices = indices_of(self.batch(), fetched, self.run.microbatch, num)
         return tuple(indices[sample] for sample in samples) if indices else ()
 
     def record_read_again(self, samples: Sequence[int]) -> RecordReadAgain:
@@ -114,7 +117,12 @@ class Exam:
     @property
     def dataset(self) -> Any:
         """The dataset that the batch is of; None if it is not known."""
-        return whole_dataset(self.pending.fetched)
+        return whole_dataset(self._fetched_with(self.bad_data))
+
+    def _fetched_with(self, storage: int | None) -> Sequence[FetchedBatch]:
+        """The batches that came for this step; only those with this memory, if there are any: of one of two loaders."""
+        fetched = self.pending.fetched
+        return [each for each in fetched if storage is not None and each.shares_memory({storage})] or fetched
 
     def may_be_from_loader(self, event: TraceEvent) -> bool:
         """False if a loader gave other tensors of the batch, and the one of this event is no copy of one either."""

@@ -22,10 +22,10 @@ _NOT_IN_A_LOOP = ("step", "__init__", "reset_parameters", "init_weights", "_init
 """Functions that write to weights as they should."""
 
 
-def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | None:
-    """``p.grad /= n``, ``p.grad.div_(n)``, ``p.grad = p.grad / n``: the only one in these functions, or in their files.
+def lines_that_change_gradients(running: Iterable[tuple[str, str]]) -> list[Source]:
+    """``p.grad /= n``, ``p.grad.div_(n)``, ``p.grad = p.grad / n``: those in these functions, or else in their files.
 
-    ``running`` are files and names of functions. None if there is not exactly one.
+    ``running`` are files and names of functions.
     """
     running = set(running)
     files = [file for file, _ in running]
@@ -42,10 +42,7 @@ def line_that_changes_gradients(running: Iterable[tuple[str, str]]) -> Source | 
         if changes and isinstance(node, (ast.stmt, ast.expr)):
             found[file, program.function_of(node), node.lineno] = source_of_node(file, node)
     near = [source for (file, function, _), source in found.items() if (file, function or "<module>") in running]
-    for lines in (near, list(found.values())):
-        if lines:
-            return lines[0] if len(lines) == 1 else None
-    return None
+    return near or list(found.values())
 
 
 def lines_that_write(files: Iterable[str]) -> list[Source]:
@@ -68,9 +65,9 @@ def lines_that_write(files: Iterable[str]) -> list[Source]:
     return list(lines.values())
 
 
-def in_words(lines: Sequence[Source]) -> str:
+def in_words(lines: Sequence[Source], does: str = "writes to tensors") -> str:
     """To be added to a reason, for lines that ``lines_that_write`` found; empty for none."""
-    return f"; the program writes to tensors at {joined(list(map(str, lines)))}" if lines else ""
+    return f"; the program {does} at {joined(list(map(str, lines)))}" if lines else ""
 
 
 def changes_in_words(tape: CallTape | None, storage: int | None) -> str:

@@ -106,12 +106,14 @@ def as_a_process(exam: Exam, diagnosis: Diagnosis, event: TraceEvent) -> Diagnos
 def as_computed_data(exam: Exam, diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis of data that no loader gave, if the first steps have made parameters explode: they are computed.
 
-    Such as samples that the program draws with the model itself.
+    Such as samples that the program draws with the model itself, or running statistics of another network.
     """
-    jump = _jump(exam) if diagnosis.cause == "input_nonfinite" and not exam.is_from_loader else None
+    is_computed = diagnosis.cause == "input_nonfinite" and not exam.is_from_loader
+    jump = _jump(exam) if is_computed or diagnosis.cause == "buffer_corrupted" else None
     if jump is None or jump.growth < _JUMPED:
         return diagnosis
-    return _of_learning_rate(diagnosis, jump)
+    found = _of_learning_rate(diagnosis, jump)
+    return found if diagnosis.is_line_traced else replace(found, source=None, is_line_traced=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

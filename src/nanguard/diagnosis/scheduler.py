@@ -10,16 +10,16 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from nanguard.diagnosis import graph_probe, taped
+from nanguard.diagnosis import graph_probe, lines_in_place, taped
 from nanguard.diagnosis.causes import titled
 from nanguard.diagnosis.exam import Exam, NotRepeatable, Past
 from nanguard.diagnosis.examiner import Examiner
-from nanguard.diagnosis.lines_in_place import line_that_changes_gradients
 from nanguard.diagnosis.live import Live
 from nanguard.diagnosis.look import look
 from nanguard.diagnosis.search import BURST, SHARE
@@ -223,7 +223,7 @@ class DiagnosisScheduler:
             log.info("step %d could not be run again", reading.step, exc_info=True)
             return None, (f"the step function could not be run again: {error!s:.160}",)
         if diagnosis is not None and not diagnosis.repeats and "loss" not in reading.found:
-            return _of_code_after(diagnosis, None), ()  # unlike ``Guard.step`` the host may change gradients
+            return _of_code_after(diagnosis, ()), ()  # unlike ``Guard.step`` the host may change gradients
         return diagnosis, ()
 
     def _of_tape(self, pending: PendingStep, reading: Reading, past: Past) -> tuple[Diagnosis | None, tuple[str, ...]]:
@@ -242,8 +242,8 @@ class DiagnosisScheduler:
             log.info("the calls of step %d could not be made again", reading.step, exc_info=True)
             return None, (f"the torch calls of the step could not be made again: {error!s:.160}",)
         if diagnosis is not None and not diagnosis.repeats and not obstacles and reading.found == ("gradients",):
-            line = line_that_changes_gradients(pending.tape.functions)
-            return replace(_of_code_after(diagnosis, line), capture="tape"), ()
+            lines = lines_in_place.lines_that_change_gradients(pending.tape.functions)
+            return replace(_of_code_after(diagnosis, lines), capture="tape"), ()
         if diagnosis is None or not diagnosis.repeats:
             return None, (*obstacles, *(() if obstacles else (_FINITE_AGAIN,)))
         return replace(diagnosis, capture="tape"), ()
@@ -362,9 +362,12 @@ def _of_code_around(diagnosis: Diagnosis, *, missed: bool, gradient_is_bad: bool
     return titled(found)
 
 
-def _of_code_after(diagnosis: Diagnosis, line: Source | None) -> Diagnosis:
-    """Loss and gradients are finite when the step runs again. ``line`` changes gradients, if only one does."""
+def _of_code_after(diagnosis: Diagnosis, lines: Sequence[Source]) -> Diagnosis:
+    """Loss and gradients are finite when the step runs again. ``lines`` change gradients."""
     because = "loss and gradients are finite when the step runs again: it comes after backward(), or does not repeat"
+    line, *others = lines or (None,)
+    if others:
+        line, because = None, because + lines_in_place.in_words(lines, "changes gradients")
     what = "a division by a count or a norm that is 0, clipping by hand, hooks, callbacks, communication"
     unknown = replace(
         diagnosis,

@@ -104,7 +104,7 @@ def _of_outside(exam: Exam, finding: TraceFinding) -> Diagnosis:
     held = None if event.storage is None else held_by_module(event.storage)
     if held is not None:
         return _of_held(exam, diagnosis, held)
-    exam.is_from_loader = exam.may_be_from_loader(event)
+    exam.is_from_loader, exam.bad_data = exam.may_be_from_loader(event), event.storage
     changed = lines_in_place.changes_in_words(exam.pending.tape, event.storage)
     if changed:
         return replace(diagnosis, because=diagnosis.because + changed)

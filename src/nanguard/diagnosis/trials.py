@@ -227,7 +227,8 @@ def with_shown_samples(diagnosis: Diagnosis) -> Diagnosis:
     is_shown = diagnosis.cause in ("all_labels_ignored", "ctc_inf")
     is_known = diagnosis.phase == "data" and diagnosis.confidence == "certain"
     is_shown = is_shown or (is_known and " holds " in diagnosis.because)
-    return diagnosis if is_shown else replace(diagnosis, samples=())
+    are_all = is_known and diagnosis.shape[:1] == (len(diagnosis.samples),) and len(diagnosis.samples) > 1
+    return diagnosis if is_shown and not are_all else replace(diagnosis, samples=())
 
 
 def _samples_in_words(samples: Sequence[int]) -> str:

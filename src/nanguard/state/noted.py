@@ -27,6 +27,10 @@ class Slot:
     version: int | None = None
     module: int = 0
     """The number of the module that it belongs to, among those that have tensors here."""
+    looks_left: int = 0
+    """So often it is noted before torch is trusted to count what is written to it."""
+    is_counted: bool = True
+    """Whether torch counts that. Not so what a program writes to ``buffer.data``, as codebooks do."""
 
     @property
     def current(self) -> Tensor | None:
@@ -39,8 +43,14 @@ class Slot:
         return now is saved if now is None or saved is None else _alike(now, saved)
 
     def was_written_to(self) -> bool:
+        """Also true if that is not certain. Syncs as long as ``looks_left``."""
+        if self.looks_left:
+            self._look()
+            return True
         now = self.current
-        return now is not self.origin or (now is not None and _compat.version(now) != self.version)
+        if now is not self.origin or not self.is_counted:
+            return True
+        return now is not None and _compat.version(now) != self.version
 
     def note_(self) -> None:
         now = self.current
@@ -49,6 +59,15 @@ class Slot:
         else:
             self.saved.copy_(now)
         self.origin, self.version = now, None if now is None else _compat.version(now)
+        self.looks_left = max(0, self.looks_left - 1)
+
+    def _look(self) -> None:
+        """Whether torch counts what is written to it shows if it differs from its copy."""
+        now, saved = self.current, self.saved
+        if now is None or saved is None or now is not self.origin or _compat.version(now) != self.version:
+            return
+        if not torch.equal(now, saved):
+            self.is_counted, self.looks_left = False, 0
 
     def put_(self, saved: Tensor | None) -> None:
         """Puts ``saved`` back: into the module's tensor if that is still there, else as a new tensor.

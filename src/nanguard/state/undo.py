@@ -4,8 +4,10 @@ BatchNorm writes its running statistics in the forward pass, before any gradient
 copied when a step begins and put back when the step is skipped: by the host if it knows, else on the device.
 
 Small tensors are copied at every step, all of one kind by one kernel: torch does not count what ``batch_norm`` writes.
-Large ones are copied only after torch has counted a write, so that masks and position tables cost nothing. What the
-device cannot put back (a buffer that is not there yet, empty, overlapping itself or on another device) the host does.
+Large ones are copied only after torch has counted a write, so that masks and position tables cost nothing. On a CPU,
+the first steps show which of them a program writes to without that torch counts it (``buffer.data``): these are copied
+at every step too. What the device cannot put back (a buffer that is not there yet, empty, overlapping itself or on
+another device) the host does.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ Key = tuple[int, str]
 Copies = dict[Key, Tensor | None]
 
 _LARGE = 1 << 14
+_LOOKS = 8
+"""So often a large tensor is noted before torch is trusted to count what is written to it, on a CPU."""
 
 
 class Undo:
@@ -63,7 +67,7 @@ class Undo:
 
         Torch does not count what ``batch_norm`` writes, but it counts what the module BatchNorm writes besides.
         """
-        if self._loose or any(slot.was_written_to() for slot in self._large):
+        if self._loose or self._written():
             return False
         return all(bank.is_noted() for bank in self._banks)
 
@@ -90,13 +94,13 @@ class Undo:
 
         False if that is not certain. Syncs. Quicker than ``peaks`` on a CPU, which has to follow if this is False.
         """
-        if self._loose or any(slot.was_written_to() for slot in self._large):
+        if self._loose or self._written():
             return False
         return all(bank.is_finite() or bank.is_as_noted() for bank in self._banks if bank.is_watched)
 
     def are_as_noted(self) -> bool:
         """Whether no value is another one than when it was noted. Of large tensors torch has to know. Syncs."""
-        if self._loose or any(slot.was_written_to() for slot in self._large):
+        if self._loose or self._written():
             return False
         return all(map(Bank.is_as_noted, self._banks))
 
@@ -116,7 +120,7 @@ class Undo:
     def undo_(self) -> None:
         """Puts everything back; of the large tensors those that torch counted a write to, since no other was noted."""
         small = [slot for bank in self._banks for slot in bank.slots]
-        for slot in (*small, *self._loose.values(), *(slot for slot in self._large if slot.was_written_to())):
+        for slot in (*small, *self._loose.values(), *self._written()):
             slot.put_(slot.saved)
 
     @torch.no_grad()
@@ -154,12 +158,15 @@ class Undo:
             self._sort()
         for bank in self._banks:
             bank.note_()
-        for slot in self._large:
-            if slot.was_written_to():
-                slot.note_()
+        for slot in self._written():
+            slot.note_()
         for slot in self._loose.values():
             slot.note_()
         return {key: None if s.saved is None else s.saved.clone() for key, s in self._loose.items()}
+
+    def _written(self) -> list[Slot]:
+        """The large tensors that may have been written to since they were noted."""
+        return [slot for slot in self._large if slot.was_written_to()]
 
     def _is_out_of_order(self) -> bool:
         """Whether a tensor is in the wrong group now: it has another shape or kind, or cannot be written to."""
@@ -173,7 +180,7 @@ class Undo:
     def _peaks(self) -> tuple[tuple[str, ...], list[Tensor]]:
         names: list[str] = []
         peaks: list[Tensor] = []
-        single = [slot for slot in self._large if slot.was_written_to()]
+        single = self._written()
         single += [
             slot for slot in self._loose.values() if slot.saved is not None and slot.saved.device == self._device
         ]
@@ -196,9 +203,8 @@ class Undo:
     def _undo_where_(self, bad: Tensor) -> None:
         for bank in self._banks:
             bank.undo_where_(bad)
-        for slot in self._large:
-            if slot.was_written_to():
-                slot.undo_where_(bad)
+        for slot in self._written():
+            slot.undo_where_(bad)
 
     def _mend_by_host_(self) -> None:
         names, peaks = self._peaks()
@@ -211,7 +217,7 @@ class Undo:
 
     def _mend_by_device_(self, only_if: Tensor | None) -> None:
         banks = [bank for bank in self._banks if bank.unchanged()]
-        large = [slot for slot in self._large if slot.current is slot.origin and slot.was_written_to()]
+        large = [slot for slot in self._written() if slot.current is slot.origin]
         number = 1 + max(slot.module for slot in self._slots.values())
         modules = torch.zeros(number, dtype=torch.float32, device=self._device)
         for bank in banks:
@@ -257,6 +263,8 @@ class Undo:
                 slot.note_()
                 self._loose[key] = slot
             elif now.numel() >= _LARGE:
+                if slot.saved is None and now.device.type == "cpu":
+                    slot.looks_left = _LOOKS
                 slot.saved = now.detach().clone()
                 slot.note_()
                 self._large.append(slot)

@@ -122,11 +122,14 @@ def _applying(writing: Callable[[], FunctionTape | None], original: Any) -> Call
 
 
 def _aliasing(writing: Callable[[], FunctionTape | None]) -> Callable[..., Any]:
-    """``Variable(tensor)`` is the same as ``tensor.detach()``, which a tape can hold."""
+    """``Variable(tensor, requires_grad=True)`` is ``tensor.detach().requires_grad_()``, which a tape can hold."""
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        is_alias = len(args) == 1 and type(args[0]) is Tensor and not kwargs
+        is_alias = len(args) == 1 and type(args[0]) is Tensor and kwargs.keys() <= {"requires_grad"}
         tape = writing() if is_alias else None
-        return type.__call__(cls, *args, **kwargs) if tape is None else tape.call(Tensor.detach, args, {})
+        if tape is None:
+            return type.__call__(cls, *args, **kwargs)
+        alias = tape.call(Tensor.detach, args, {})
+        return tape.call(Tensor.requires_grad_, (alias,), {}) if kwargs.get("requires_grad") else alias
 
     return call

@@ -7,9 +7,9 @@ from typing import Any
 from nanguard import _compat_modes
 from nanguard.step.tape import is_write, name_of, words
 
-NO_ROW, ROW, DRAWS, MAKES, BACKWARD, WRITES, CUTS = 0, 1, 2, 4, 8, 16, 32
+NO_ROW, ROW, DRAWS, MAKES, BACKWARD, WRITES, CUTS, CARRIES = 0, 1, 2, 4, 8, 16, 32, 64
 """What is known of a function: it is a row; it draws random numbers; it makes tensors on the default device; it writes
-to its first argument; it gives the same values without their graph."""
+to its first argument; it gives the same values without their graph; what it writes to is carried to the next step."""
 
 PROPERTIES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))
 """Properties that give a tensor. ``grad`` is not among them: it is no part of the forward pass."""
@@ -47,4 +47,5 @@ def kind_of(func: Any) -> int:
         return BACKWARD
     makes = MAKES if _compat_modes.takes_default_device(func) else 0
     cuts = CUTS if name == "detach" else 0
-    return ROW | makes | cuts | (DRAWS if name in _DRAW else 0) | (WRITES if is_write(name) else 0)
+    carries = CARRIES if name == "_amp_update_scale_" else 0  # else the scale of a step depends on all steps before it
+    return ROW | makes | cuts | carries | (DRAWS if name in _DRAW else 0) | (WRITES if is_write(name) else 0)

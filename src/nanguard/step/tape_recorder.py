@@ -30,7 +30,7 @@ from nanguard.step.tape import (
     sets_data_of_trained,
 )
 from nanguard.step.tape_functions import FUNCTION_CALLS, CompiledCalls
-from nanguard.step.tape_kinds import BACKWARD, CUTS, DRAWS, MAKES, ROW, WRITES, kind_of
+from nanguard.step.tape_kinds import BACKWARD, CARRIES, CUTS, DRAWS, MAKES, ROW, WRITES, kind_of
 from nanguard.step.tape_warnings import WarnedLines
 
 _MOST_ROWS = 4096
@@ -197,13 +197,21 @@ class TapeRecorder(ModuleRows):
         """Whether a write to the first argument, or a cut of it from its graph, is no part of the step."""
         if not kind & WRITES:
             return type(first) is Unseen  # what the program keeps from an earlier step is data from here on
+        if kind & CARRIES:
+            self._marks.pop(id(result), None)
+            return True
         if self.tape is not None and type(first) is Outside and changed(first) and not args[0].requires_grad:
             self.tape.note_change(func, args, position_of(sys._getframe(2)))
             return True  # data that are being prepared
-        if type(result) is Tensor and result.is_leaf and result.requires_grad and func is not _requires_grad_:
+        is_trained = type(result) is Tensor and result.is_leaf and result.requires_grad and func is not _requires_grad_
+        if is_trained and not self._is_of_step(first):
             self._marks.pop(id(result), None)  # an update of what is trained, which belongs to the step before
             return True
         return False
+
+    def _is_of_step(self, token: Any) -> bool:
+        """Whether a tensor with gradients was made in this step, before a backward pass, as samples of a model are."""
+        return type(token) is Made and self.tape is not None and not self.tape.losses
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function that is one row, whatever it does inside, such as a Function of autograd."""
@@ -289,7 +297,7 @@ class TapeRecorder(ModuleRows):
         elif isinstance(result, (tuple, list)):
             made = list(tensors(result))
         elif result is None and given and isinstance(given[0], Tensor):
-            if sets_data_of_trained(func, given[0]):
+            if sets_data_of_trained(func, given[0]) and not self._is_of_step(args[0]):
                 self._marks.pop(id(given[0]), None)
                 return
             made = [given[0]]
