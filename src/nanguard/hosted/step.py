@@ -378,9 +378,7 @@ class HostedStep(ScaledSteps):
 
     def _has_ordinary_norms(self) -> bool:
         last = self.parts.journal.last
-        if self.parts.precision.scaler is not None or last is None:
-            return False
-        return are_ordinary(last.verdict.reading.norms)
+        return self.parts.precision.scaler is None and last is not None and are_ordinary(last.verdict.reading.norms)
 
     def _losses_that_count(self, this: Iteration) -> list[Tensor]:
         """Without bad ones whose gradients the program has discarded itself before it went on with another batch."""
