@@ -367,6 +367,12 @@ def _for_gpu(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for each in command for word in ON_CPU.get(each, (each,)))
 
 
+def _options() -> list[str]:
+    """Those of this run, without the places of files."""
+    places, words = ("--repositories", "--packages", "--keep", "--out"), iter(sys.argv[1:])
+    return [f"{word} {'...' if word in places and next(words) else ''}".strip() for word in words]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repositories", required=True, help="the folder with the repositories")
@@ -374,7 +380,8 @@ def main() -> None:
     parser.add_argument("--only", help="names of programs, separated by commas; nothing is written")
     parser.add_argument("--faults-only", action="store_true", help="only the faulty programs under the guard")
     parser.add_argument("--healthy-only", action="store_true", help="only the healthy programs, plain and guarded")
-    parser.add_argument("--gpu", action="store_true", help="let the programs use the GPU; nothing is written")
+    parser.add_argument("--without", default="", help="names of programs that cannot run here, separated by commas")
+    parser.add_argument("--gpu", action="store_true", help="let the programs use the GPU")
     parser.add_argument("--fused", action="store_true", help="make optimizers fused unless a program chooses itself")
     parser.add_argument("--jobs", type=int, default=1, help="so many programs at once")
     parser.add_argument("--keep", help="where to keep the output of all runs")
@@ -386,20 +393,22 @@ def main() -> None:
         args.packages = str(Path(args.packages).resolve())
         sys.path.append(args.packages)  # the generators need some of them too
     only = set(args.only.split(",")) if args.only else None
-    chosen = [program for program in PROGRAMS if only is None or program.name in only]
+    left_out = set(args.without.split(","))
+    chosen = [p for p in PROGRAMS if (only is None or p.name in only) and p.name not in left_out]
     if args.gpu:
         chosen = [replace(program, command=_for_gpu(program.command)) for program in chosen]
     date = datetime.now(timezone.utc).date().isoformat()
-    machine = f"cpu {platform.machine()}"
+    machine = torch.cuda.get_device_name() if args.gpu else f"cpu {platform.machine()}"
     facts = {
         "machine": machine,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": date,
-        "command": "`PYTHONPATH=src python benchmarks/third_party.py --repositories ... --packages ...`",
+        "command": f"`PYTHONPATH=src python benchmarks/third_party.py {' '.join(_options())}`",
     }
-    path = args.out / f"third-party-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
-    is_written = only is None and not (args.faults_only or args.healthy_only or args.gpu or args.fused)
+    of_kind = "".join(f"-{kind}" for kind in ("faults", "fused") if getattr(args, kind, args.faults_only))
+    path = args.out / f"third-party{of_kind}-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
+    is_written = only is None and not args.healthy_only
     results = json.loads(path.read_text())["programs"] if is_written and args.resume and path.exists() else []
     known = {result["name"] for result in results}
     with ThreadPoolExecutor(args.jobs) as jobs:
