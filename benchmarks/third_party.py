@@ -406,7 +406,7 @@ def main() -> None:
         "date": date,
         "command": f"`PYTHONPATH=src python benchmarks/third_party.py {' '.join(_options())}`",
     }
-    of_kind = "".join(f"-{kind}" for kind in ("faults", "fused") if getattr(args, kind, args.faults_only))
+    of_kind = ("-faults" if args.faults_only else "") + ("-fused" if args.fused else "")
     path = args.out / f"third-party{of_kind}-{re.sub('[^a-z0-9]+', '-', machine.lower())}-{date}.json"
     is_written = only is None and not args.healthy_only
     results = json.loads(path.read_text())["programs"] if is_written and args.resume and path.exists() else []
