@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nanguard
 from nanguard import _compat
 from nanguard.diagnosis.host_data import bad_data
 from nanguard.runlog.reader import read_run
@@ -123,3 +124,22 @@ def test_a_mask_of_infinities_is_no_bad_data(corner: float, because: str | None)
     assert masked.shape == (4, 4)
     assert (because is None) is (found is None)
     assert found is None or found.because.startswith(str(because))
+
+
+def test_a_guarded_loop_does_not_run_a_step_again_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    net = torch.nn.Linear(4, 1)
+    guard = nanguard.Guard(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    num_calls = 0
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if batch.isnan().any():
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return model(batch).sum()
+
+    guard.step(loss_fn, torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        guard.step(loss_fn, torch.full((2, 4), torch.nan))
+    assert num_calls == 2
+    assert not caplog.records

@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from nanguard import _compat
 from nanguard.errors import NanguardError
 from nanguard.numerics.finite import nonfinite
 from nanguard.numerics.norm import gradients_of
@@ -124,6 +125,8 @@ class DiscardedPasses:
         ``is_suspect``: what raised was looking at something non-finite.
         """
         has_raised = pending.tape is not None and pending.tape.raised is not None
+        if _compat.stops_device(error):  # nothing can be looked at
+            return
         if isinstance(error, KeyboardInterrupt) or not (calls or losses or has_raised or is_suspect):
             return
         if error is None and calls and all(call.is_evaluation for call in calls):
@@ -145,7 +148,9 @@ class DiscardedPasses:
 
     def raised(self, pending: PendingStep, micro: Microbatch, error: Exception) -> None:
         """``loss_fn`` of ``guard.step`` has raised. If something is non-finite when it runs again, that is why."""
-        if self._num_vain >= _MOST_IN_VAIN or micro.rng is None or isinstance(error, (NanguardError, *_NOT_BY_NAN)):
+        if self._num_vain >= _MOST_IN_VAIN or micro.rng is None or _compat.stops_device(error):
+            return
+        if isinstance(error, (NanguardError, *_NOT_BY_NAN)):
             return
         before = len(self._parts.journal.history)
         again = replace(pending, microbatches=[*pending.microbatches, micro])
