@@ -748,6 +748,15 @@ def an_alignment_that_does_not_exist(h):
     return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]))  # guilty
 
 
+@in_backward(
+    "overflow_any_precision", "ctc_loss", "in the derivative of ctc_loss, operands reach", [[6, 0, 3, 1], [0, 9, 1, 2]]
+)
+def an_alignment_of_huge_scores(h):
+    """The target can be aligned, and the loss of it is finite."""
+    logs = (h * 1e10).log_softmax(-1)[:, None]
+    return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([2]))  # guilty
+
+
 @program("division_by_near_zero_norm", "weight_norm_interface", "by its norm")
 class AWeightOfZeros(nn.Module):
     def __init__(self):

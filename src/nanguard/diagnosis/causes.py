@@ -225,7 +225,7 @@ _BY_VALUE = (
     CauseRow(
         name="eps_underflow",
         title="an eps that is zero in this format",
-        fix="use an eps that this format can hold (1e-4 in fp16), or compute this in fp32",
+        fix="use an eps that this format can hold (1e-4 in fp16; next to 1, 1e-6 in fp32), or a wider format",
         helps=("fp32", "fix_code", "skip"),
         rule=rules_of_norms.normalisation,
     ),
