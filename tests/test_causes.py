@@ -1524,6 +1524,14 @@ def innocent_memory_that_is_overwritten(h):
     return out + (far - far)  # guilty
 
 
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]], around=memory_holds_nan)
+def innocent_memory_that_is_filled_part_by_part(h):
+    out = torch.empty(4)
+    for place in range(4):
+        out[place] = h[0, place].log()  # guilty
+    return out
+
+
 @program("std_of_single_element", "std", "std over 1 element", [[1, 0, 3, 4]], harmless="div")
 def innocent_nan_to_num(h):
     share = (h.detach() / h.detach()).nan_to_num()
@@ -1828,6 +1836,12 @@ def test_advice_fits_the_op(op: str, advice: str) -> None:
     """What keeps an argument in the domain of one function takes it out of that of another."""
     found = causes.with_remedy(Diagnosis(phase="forward", cause="acos_asin_domain", op=op))
     assert advice in found.fix.words
+
+
+@pytest.mark.parametrize(("confidence", "advice"), [("certain", "correct this line"), ("likely", "find what wrote")])
+def test_advice_for_a_damaged_parameter_is_about_the_line_that_was_seen_to_write(confidence: Any, advice: str) -> None:
+    damaged = Diagnosis(phase="parameter", cause="parameter_corrupted", op="div", confidence=confidence)
+    assert advice in causes.with_remedy(damaged).fix.words
 
 
 def test_every_pattern_of_advice_is_of_an_op() -> None:

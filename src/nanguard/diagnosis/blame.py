@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
+from nanguard.diagnosis.plans import MEMORY
+from nanguard.diagnosis.provenance import BATCH, PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -78,6 +79,9 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
     guilty = min(suspects or users or reached, key=lambda event: (event.note.index, order.get(id(event), -1)))
     if not suspects and _is_plain_use(guilty, reached):
         guilty = guilty.parents[0]
+    elif guilty.kind == "given" and guilty.note.op in MEMORY:  # what was in it may have been written over, part by part
+        births = [event for event in suspects if event.kind != "given" and guilty not in above(event)]
+        guilty = min(births, key=lambda event: event.note.index, default=guilty)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
     chain = tuple(_path(ends, guilty))
     forerunners = sorted((e for e in harmless if _is_derivative_of(guilty, e)), key=lambda event: event.note.index)
