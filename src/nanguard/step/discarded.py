@@ -91,11 +91,12 @@ class DiscardedPasses:
         for call in calls:
             if call.is_discarded and not call.is_evaluation and len(self._asked) < _MOST_ASKED:
                 bad = [torch.isnan(output).any() for output in _readable(call) if output.device == device]
-                bad += [~torch.isfinite(loss).all() for _, loss, _ in call.losses if loss.device == device]
+                losses = [~torch.isfinite(loss).all() for _, loss, _ in call.losses if loss.device == device]
                 call.outputs.clear()
-                if bad:
-                    answer = self._readbacks.post(torch.stack(bad).double().sum(0, keepdim=True))
-                    tape = pending.tape if call.losses else None
+                if bad or losses:
+                    nums = [torch.stack(each).double().sum() if each else _zero(device) for each in (bad, losses)]
+                    answer = self._readbacks.post(torch.stack(nums))
+                    tape = pending.tape if losses else None
                     self._asked.append((answer, replace(pending, calls=[], last_seen=None, tape=tape), call))
         while self._asked and self._asked[0][0].has_arrived():
             self._hear()
@@ -107,8 +108,9 @@ class DiscardedPasses:
 
     def _hear(self) -> None:
         answer, noted, call = self._asked.popleft()
-        if any(answer.read()):
-            loss = _bad_loss(call)
+        num_outputs, num_losses = answer.read()
+        loss = _bad_loss(call) if num_losses else None
+        if num_outputs or loss is not None:
             taped = None if loss is None else _ending_at(call, loss, noted.tape)
             self._examine_left_out(replace(noted, tape=taped), call, loss)
 
@@ -250,10 +252,17 @@ class DiscardedPasses:
 def _bad_loss(call: Call) -> tuple[Made, Tensor] | None:
     """The first non-finite number that the program has made of the results of a call. None if there is none.
 
-    One that has been written to since does not count: such as a sum of losses.
+    One that has been written to since does not count, such as a sum of losses. Nor does an infinity beside a finite
+    number, which may be the loss: a perplexity may be too large.
     """
-    unchanged = ((made, loss) for made, loss, version in call.losses if _compat.version(loss) == version)
-    return next(((made, loss) for made, loss in unchanged if not bool(torch.isfinite(loss).all())), None)
+    unchanged = [(made, loss) for made, loss, version in call.losses if _compat.version(loss) == version]
+    bad = [(made, loss) for made, loss in unchanged if not bool(torch.isfinite(loss).all())]
+    is_told = len(bad) == len(unchanged) or any(bool(torch.isnan(loss).any()) for _, loss in bad)
+    return bad[0] if bad and is_told else None
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _ending_at(call: Call, loss: tuple[Made, Tensor] | None, tape: CallTape | None) -> CallTape | None:

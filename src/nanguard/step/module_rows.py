@@ -97,7 +97,7 @@ class ModuleRows(SwitchedMode):
         self._last_call = None
         if self._next == row + 1 or call.has_gradients or len(self._marks) > _MOST_SEARCHED:
             return
-        alive = ((held(), made) for held, made in self._marks.values() if made.number > row)
+        alive = [(held(), made) for held, made in self._marks.values() if made.number > row]
         call.losses = [
             (made, tensor.detach(), _compat.version(tensor))
             for tensor, made in alive
