@@ -748,6 +748,15 @@ def an_alignment_that_does_not_exist(h):
     return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]))  # guilty
 
 
+@in_backward(
+    "overflow_any_precision", "ctc_loss", "in the derivative of ctc_loss, operands reach", [[6, 0, 3, 1], [0, 9, 1, 2]]
+)
+def an_alignment_of_huge_scores(h):
+    """The target can be aligned, and the loss of it is finite."""
+    logs = (h * 1e10).log_softmax(-1)[:, None]
+    return F.ctc_loss(logs, torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([2]))  # guilty
+
+
 @program("division_by_near_zero_norm", "weight_norm_interface", "by its norm")
 class AWeightOfZeros(nn.Module):
     def __init__(self):
@@ -1515,6 +1524,14 @@ def innocent_memory_that_is_overwritten(h):
     return out + (far - far)  # guilty
 
 
+@program("log_of_zero", "log", "log of 0", [[1, 0, 3, 4]], around=memory_holds_nan)
+def innocent_memory_that_is_filled_part_by_part(h):
+    out = torch.empty(4)
+    for place in range(4):
+        out[place] = h[0, place].log()  # guilty
+    return out
+
+
 @program("std_of_single_element", "std", "std over 1 element", [[1, 0, 3, 4]], harmless="div")
 def innocent_nan_to_num(h):
     share = (h.detach() / h.detach()).nan_to_num()
@@ -1819,6 +1836,12 @@ def test_advice_fits_the_op(op: str, advice: str) -> None:
     """What keeps an argument in the domain of one function takes it out of that of another."""
     found = causes.with_remedy(Diagnosis(phase="forward", cause="acos_asin_domain", op=op))
     assert advice in found.fix.words
+
+
+@pytest.mark.parametrize(("confidence", "advice"), [("certain", "correct this line"), ("likely", "find what wrote")])
+def test_advice_for_a_damaged_parameter_is_about_the_line_that_was_seen_to_write(confidence: Any, advice: str) -> None:
+    damaged = Diagnosis(phase="parameter", cause="parameter_corrupted", op="div", confidence=confidence)
+    assert advice in causes.with_remedy(damaged).fix.words
 
 
 def test_every_pattern_of_advice_is_of_an_op() -> None:

@@ -315,6 +315,48 @@ def test_a_batch_that_is_left_out_is_explained(sync: Any, how: str) -> None:
     assert (first.cause, first.op) == ("input_nonfinite", "addmm")
 
 
+@pytest.mark.parametrize("sync", FUSED)
+def test_a_batch_that_is_left_out_because_of_its_loss_is_explained(sync: Any) -> None:
+    """The results of the model are finite: a target of CTC is too long. The program looks at the loss of each batch."""
+    lengths = [1, 1, 3, 1, 1, 1]
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 5)
+        optimizer = AdamW(model.parameters(), fused=FUSED[sync])
+        for length in lengths:
+            logs = model(torch.randn(2, 4, 4)).log_softmax(-1)  # two frames of four samples
+            targets = torch.tensor([[1, 2, 3]] * 4)
+            loss = F.ctc_loss(logs, targets, torch.full((4,), 2), torch.tensor([1, 1, length, 1]))
+            optimizer.zero_grad()
+            if loss.item() == INF:
+                continue
+            loss.backward()
+            optimizer.step()
+    (incident,) = autopilot.incidents
+    assert (incident.outcome.did, incident.reading.found) == (_NOT_USED, ("loss",))
+    assert incident.diagnosis is not None
+    found = incident.diagnosis
+    assert (found.cause, found.op, found.samples) == ("ctc_inf", "ctc_loss", (2,))
+    assert autopilot.counts["applied"] == 5
+
+
+@pytest.mark.parametrize("sync", FUSED)
+def test_a_number_beside_a_finite_loss_may_be_infinite_in_a_pass_that_is_left_out(sync: Any) -> None:
+    """The program logs perplexities, and trains on every other batch."""
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 5)
+        optimizer = AdamW(model.parameters(), fused=FUSED[sync])
+        for step in range(6):
+            loss = model(torch.randn(8, 4)).square().mean() + 100.0
+            perplexity = loss.exp()
+            assert perplexity.item() == INF
+            if step % 2:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert not autopilot.incidents
+    assert autopilot.counts["applied"] == 3
+
+
 def test_a_device_that_has_not_answered_is_asked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingCopy, "has_arrived", lambda copy: False)
     guard, _ = own_loop(poisoned(make_batches(4), 1), sync="late")

@@ -708,3 +708,81 @@ optimizer = torch.optim.Adam(model.parameters())
 (-model.log_prob(torch.randn(1, 2))).mean().backward()
 optimizer.step()
 """
+
+
+class Scores(nn.Module):
+    """Has no parameters, so only its code and the layers around it tell which one it is."""
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(mask, -INF)
+        return scores.softmax(-1)
+
+
+class Spread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.size = nn.Parameter(torch.ones(4)), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x / (x - x.mean(-1, keepdim=True)).mul(self.size).square().mean(-1, keepdim=True).sqrt()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.k, self.scores, self.out = Spread(), *make_layers(2), Scores(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm(x)
+        out: Tensor = self.out(self.scores(self.q(x), self.k(x), mask) @ x)
+        return x + out
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor, masks: list[Tensor]) -> Tensor:
+        for block, mask in zip(self.blocks, masks, strict=True):
+            x = block.forward(x, mask)
+        return x
+
+
+def make_layers(num: int) -> list[nn.Linear]:
+    return [nn.Linear(4, 4) for _ in range(num)]
+
+
+@SYNCS
+@pytest.mark.parametrize("fault", ["softmax", "div"])
+def test_a_module_inside_one_whose_forward_the_program_calls_itself_is_named(sync: Any, fault: str) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = Blocks()
+        optimizer = SGD(model.parameters(), lr=0.01, fused=True)
+        if fault == "div":
+            model.blocks[1].norm.size = 0.0
+        open_, shut = torch.zeros(8, 8, dtype=torch.bool), torch.ones(8, 8, dtype=torch.bool)
+        for _ in range(3):
+            loss = model.forward(torch.randn(8, 4), [open_, shut if fault == "softmax" else open_]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = first(autopilot.incidents)
+    module = "blocks.1.scores" if fault == "softmax" else "blocks.1.norm"
+    assert (found.op, found.module) == (fault, module)
+
+
+@SYNCS
+def test_rewards_that_are_all_infinite_are_data_and_no_mask(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=0.01, fused=True)
+        memory = [torch.full((8, 1), -INF if step == 1 else 1.0) for step in range(4)]
+        for rewards in memory:
+            target = rewards + 0.9 * model(torch.randn(8, 4)).detach()
+            loss = F.mse_loss(model(torch.randn(8, 4)), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = first(autopilot.incidents)
+    assert (found.cause, found.because) == ("input_nonfinite", "rewards holds -Inf at [0, 0] and 7 more")

@@ -106,6 +106,30 @@ def test_a_bad_loss_in_the_very_first_step_is_examined_on_any_device(monkeypatch
     assert (incident.diagnosis.cause, incident.diagnosis.op) == ("log_of_zero", "log")
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_in_the_targets_of_a_loss_by_hand_is_data(sign: float, tmp_path: Path) -> None:
+    """A difference saves nothing for its derivative."""
+    script = tmp_path / "targets.py"
+    script.write_text(
+        "import torch\n"
+        "w = torch.ones(3, requires_grad=True)\n"
+        "x, targets = torch.ones(4, 3), torch.tensor([1.0, float('nan'), 2.0, 3.0])\n"
+        + ("errors = x @ w - targets\n" if sign > 0 else "errors = targets - x @ w\n")
+        + "loss = errors.pow(2).mean()\n"
+        "loss.backward()\n"
+    )
+    with nanguard.install() as autopilot:
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+    (incident,) = autopilot.incidents
+    found = incident.diagnosis
+    assert found is not None
+    assert (found.cause, found.op) == ("input_nonfinite", "sub")
+    assert found.because == "what sub is given, and needs no gradient, holds NaN at [1]"
+    assert found.source is not None
+    assert found.source.line == 4
+    assert "probably first used at targets.py:4 (sub, data)" in str(found)
+
+
 @ways
 def test_a_healthy_program_is_the_plain_program(way: Update) -> None:
     def loss_of(w: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
+from nanguard.diagnosis.plans import MEMORY
+from nanguard.diagnosis.provenance import BATCH, PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
 
 _DISCARDS = frozenset(
@@ -42,6 +43,13 @@ _TAKES_NO_MASK = frozenset(
 _ENDS_IN_ZERO = frozenset(("div", "exp", "reciprocal", "rsqrt", "sigmoid", "true_divide"))
 """Of an infinity."""
 _KEEPS_ZERO = frozenset(("abs", "clone", "mean", "mul", "neg", "pow", "sqrt", "square", "sum", "to_copy"))
+ASKS_FOR_LOGS = frozenset(
+    (
+        *("log_softmax", "logsumexp", "log"),
+        *("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"),
+    )
+)
+"""Ops that a masked entry reaches the loss by."""
 _MOST_LINKS = 12
 
 
@@ -69,6 +77,11 @@ def find(trace: Trace, ends: Sequence[TraceEvent]) -> TraceFinding | None:
     users = [event for event in reached if not event.is_mask]  # a mask is intended, its use may be wrong
     order = {id(event): place for place, event in enumerate(trace.events)}  # of what was there before the step
     guilty = min(suspects or users or reached, key=lambda event: (event.note.index, order.get(id(event), -1)))
+    if not suspects and _is_plain_use(guilty, reached):
+        guilty = guilty.parents[0]
+    elif guilty.kind == "given" and guilty.note.op in MEMORY:  # what was in it may have been written over, part by part
+        births = [event for event in suspects if event.kind != "given" and guilty not in above(event)]
+        guilty = min(births, key=lambda event: event.note.index, default=guilty)
     harmless = [e for e in trace.events if e.kind in ("birth", "turned") and e not in reached and is_suspect(e)]
     chain = tuple(_path(ends, guilty))
     forerunners = sorted((e for e in harmless if _is_derivative_of(guilty, e)), key=lambda event: event.note.index)
@@ -153,6 +166,14 @@ def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
             if each.note.op in CARRIES and not each.note.roots & PARAMETER:
                 line.add(id(each))
     return False
+
+
+def _is_plain_use(event: TraceEvent, reached: Sequence[TraceEvent]) -> bool:
+    """True if infinities of the data reach the loss by arithmetic alone: they were zeros and infinities by chance."""
+    if event.kind != "heir" or any(each.has_nan or each.note.op in ASKS_FOR_LOGS for each in reached):
+        return False
+    data = (parent.kind == "outside" and (parent.note.roots & BATCH or not parent.note.op) for parent in event.parents)
+    return bool(event.parents) and all(data)
 
 
 def computes_with_inf(event: TraceEvent) -> bool:

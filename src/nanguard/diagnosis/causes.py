@@ -64,6 +64,8 @@ def with_remedy(diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis with the title of its cause and what to do about it."""
     row = row_of(diagnosis.cause)
     words = next((words for pattern, words in row.fixes if fnmatchcase(diagnosis.op, pattern)), row.fix)
+    if diagnosis.cause == "parameter_corrupted" and diagnosis.confidence == "certain":  # by this line, in this step
+        words = "correct this line: keep what it divides by, or takes the root or logarithm of, away from 0"
     if diagnosis.cause == "overflow_any_precision" and rules.factor_of(diagnosis.op, diagnosis.operands):
         words = "lower this number, or the values that it is used with"
     return replace(diagnosis, title=row.title, fix=Fix(words=words), remedies=row.helps)
@@ -120,6 +122,7 @@ _BY_ORIGIN = (
         fix="keep the infinity out: exp(x.clamp(max=0)) inside torch.where, masked_fill instead of a product with 0, "
         "torch.xlogy(p, p) instead of p * log(p)",
         rule=rules.discarded,
+        fixes=(("log*", "keep the argument of the logarithm away from 0 where the result is not used, too: clamp it"),),
     ),
     CauseRow(
         name="sqrt_grad_at_zero",
@@ -225,7 +228,7 @@ _BY_VALUE = (
     CauseRow(
         name="eps_underflow",
         title="an eps that is zero in this format",
-        fix="use an eps that this format can hold (1e-4 in fp16), or compute this in fp32",
+        fix="use an eps that this format can hold (1e-4 in fp16; next to 1, 1e-6 in fp32), or a wider format",
         helps=("fp32", "fix_code", "skip"),
         rule=rules_of_norms.normalisation,
     ),

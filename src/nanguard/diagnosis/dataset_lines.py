@@ -107,11 +107,14 @@ def _computes(statement: ast.stmt) -> bool:
 
 @dataclass(slots=True)
 class _Watch:
-    """What the lines of the program have made so far. ``found`` is the first bad line: file and number."""
+    """What the lines of the program have made so far. ``found`` is the first bad line: file and number.
+
+    The frame that it ran in is held until the end: a later function may get the identity of one that has returned.
+    """
 
     found: tuple[str, int] | None = None
     began: float = field(default_factory=time.monotonic)
-    _found_in: int = 0
+    _found_in: FrameType | None = None
 
     def begin(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Called with each function that is called."""
@@ -136,8 +139,8 @@ class _Watch:
 
     def _see(self, frame: FrameType, line: int, *, is_bad: bool) -> None:
         if is_bad and self.found is None:
-            self.found, self._found_in = (frame.f_code.co_filename, line), id(frame)
-        elif not is_bad and self.found is not None and self._found_in == id(frame):
+            self.found, self._found_in = (frame.f_code.co_filename, line), frame
+        elif not is_bad and self.found is not None and self._found_in is frame:
             self.found = None  # the function has removed it again
 
 

@@ -56,6 +56,9 @@ _BY_RESULT: dict[str, tuple[str, str]] = {
 _ARGUMENTS = {"self": 0, "input": 0, "other": 1, "target": 1, "mat1": 1, "mat2": -1}
 """Saved operands, and the place of each among the inputs of its node."""
 
+_ADDS = ("add", "sub", "rsub")
+"""Ops that save nothing. What they were given shows in what the next op has saved."""
+
 _AS_WRITTEN = {"self": "the input", "input": "the input", "mat1": "the input"}
 """How an operand is called if its own name says little."""
 
@@ -173,6 +176,9 @@ def _first_birth(root: Any) -> tuple[str, Callable[[], Tensor] | None, str] | No
         if birth is not None or data:
             again = None if birth is None else birth[0]
             found.append((_compat.sequence_nr(node) or 0, node, (op, again, data)))
+        added, data = _bad_summand(node)
+        if data:
+            found.append((_compat.sequence_nr(added) or 0, added, (forward_op(added), None, data)))
     if not found:
         return None
     _, node, first = min(found, key=lambda each: each[0])
@@ -192,6 +198,19 @@ def _bad_data(op: str, node: Any) -> str:
             at = f" at {list(where.element)}" if where.element else ""
             return f"{_AS_WRITTEN.get(name, name)} of {op} holds {'NaN' if where.is_nan else 'Inf'}{at}"
     return ""
+
+
+def _bad_summand(node: Any) -> tuple[Any, str]:
+    """As ``_bad_data``, of what was added or subtracted just before: ``(values - targets).pow(2)`` saves the result."""
+    result = _saved(node, "self")
+    added = node.next_functions[0][0] if result is not None else None
+    if result is None or added is None or forward_op(added) not in _ADDS or not look(result).has_nan:
+        return None, ""
+    known = [each for each, _ in added.next_functions if each is not None]
+    if len(known) != 1 or any(_shows_nonfinite(each) for each in _nodes(known[0])):
+        return None, ""
+    element = where_bad(result).element
+    return added, f"what {forward_op(added)} is given, and needs no gradient, holds NaN" + f" at {list(element or ())}"
 
 
 def _shows_nonfinite(node: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from nanguard.diagnosis import authorship
@@ -12,6 +14,7 @@ from nanguard.diagnosis.exam import Exam, module_of_untrained, operands_of, plai
 from nanguard.diagnosis.provenance import PARAMETER, Note, TraceEvent
 from nanguard.diagnosis.rules import Case
 from nanguard.diagnosis.rules_of_quotients import ignored_label
+from nanguard.diagnosis.trace import Trace
 from nanguard.records.diagnosis import Diagnosis, Phase
 from nanguard.source.frames import is_users_file, source_of
 from nanguard.state.batch_indices import num_samples_of
@@ -90,7 +93,36 @@ def _module(exam: Exam, note: Note) -> str:
     homes = {module for _, module in exam.run.hooks}
     if note.in_user_code and not note.is_custom and len(homes) == 1:
         return homes.pop()
-    return note.module or module_of_untrained(note)
+    return note.module or module_of_untrained(note) or _module_of_method(exam.run.trace, note)
+
+
+def _module_of_method(trace: Trace, note: Note) -> str:
+    """The module whose ``forward`` the program calls itself, by its code and the layers around it. Empty if unclear."""
+    names = [] if note.place is None else trace.modules.with_method(*note.place)
+    if len(names) < 2:
+        return "".join(names)
+    notes = trace.notes
+    later, earlier = notes[note.index + 1 :], reversed(notes[: note.index])
+    beside = [_nearest_layer(note, some) for some in (earlier, later)]
+    own = {module for module, is_inside in beside if is_inside and module in names}
+    if own:
+        return own.pop() if len(own) == 1 else ""
+    parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*(m.split(".") for m, _ in beside), strict=False))
+    prefix = "".join(f"{part}." for part, _ in parts)
+    within = [name for name in names if name.startswith(prefix)]
+    return within[0] if prefix and len(within) == 1 else ""
+
+
+def _nearest_layer(note: Note, others: Iterable[Note]) -> tuple[str, bool]:
+    """The module of the first of these ops that has one, and whether all until then belong to the same function."""
+    is_inside = True
+    for other in others:
+        if other.phase != note.phase:
+            break
+        is_inside &= other.place is None or note.place is None or other.place[::2] == note.place[::2]
+        if other.module:
+            return other.module, is_inside
+    return "", False
 
 
 # ---- gradients that overflow fp16 ------------------------------------------------------------------------------------

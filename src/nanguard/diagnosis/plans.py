@@ -23,13 +23,21 @@ _SHAPED |= frozenset(("new_ones", "new_zeros", "new_full"))
 """Ops that take nothing but the shape of what they are given."""
 
 
+_SCRATCH = {"_ctc_loss": 1}
+"""How many results an op has; the others are for its derivative alone, and are infinite where nothing is possible."""
+
+_READS_SCRATCH = {"_ctc_loss_backward": ("log_alpha",)}
+
 MEMORY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize"))
 """Ops that give memory that nothing was written to yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Static facts about an op. ``unread`` arguments are overwritten, or give nothing but their shape."""
+    """Static facts about an op. ``unread`` arguments are overwritten, or give nothing but their shape.
+
+    Only the first ``num_results`` results count, if it is not None.
+    """
 
     op: str
     is_view: bool
@@ -39,6 +47,7 @@ class Plan:
     arguments: tuple[str, ...]
     is_empty: bool
     unread: tuple[str, ...]
+    num_results: int | None
 
     def named_tensors(self, args: Any, kwargs: Any) -> Iterable[tuple[str, Tensor]]:
         """The tensors that the op is given, by the names of its arguments."""
@@ -56,6 +65,7 @@ def plan_of(func: Any) -> Plan:
     ]
     positional = tuple(i for i, (a, w) in enumerate(zip(arguments, is_written, strict=True)) if w)
     name = str(func.overloadpacket.__name__)
+    unread = ("self",) if name in _OVERWRITES or name in _SHAPED else tuple(a.name for a in arguments if a.is_out)
     return Plan(
         op=name.strip("_"),
         is_view=_compat.is_view(func) and not any(is_written) and name not in LIFTS,
@@ -64,7 +74,8 @@ def plan_of(func: Any) -> Plan:
         is_pointwise=torch.Tag.pointwise in func.tags,
         arguments=tuple(a.name for a in arguments),
         is_empty=name.strip("_") in MEMORY,
-        unread=("self",) if name in _OVERWRITES or name in _SHAPED else tuple(a.name for a in arguments if a.is_out),
+        unread=(*unread, *_READS_SCRATCH.get(name, ())),
+        num_results=_SCRATCH.get(name),
     )
 
 

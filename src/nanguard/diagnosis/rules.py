@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from nanguard.diagnosis.ancestry import is_state, vanished_eps
-from nanguard.diagnosis.blame import PRODUCTS, TraceFinding, ancestors, computes_with_inf, feeds_a_module
+from nanguard.diagnosis.blame import (
+    ASKS_FOR_LOGS,
+    PRODUCTS,
+    TraceFinding,
+    ancestors,
+    computes_with_inf,
+    feeds_a_module,
+)
 from nanguard.diagnosis.evidence import Evidence
 from nanguard.diagnosis.provenance import BATCH, Note, TraceEvent
 from nanguard.diagnosis.trace import Trace
@@ -60,7 +67,6 @@ Rule = Callable[[Case], Found]
 _LOGARITHMS = ("log", "log2", "log10", "log1p")
 _GROWS = frozenset(("add", "addmm", "baddbmm", "bmm", "cumprod", "cumsum", "dot", "mm", "mul", "pow", "prod", "sum"))
 
-_PICKS = frozenset(("gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"))
 SPREADS = frozenset(("std", "var", "std_mean", "var_mean"))
 _ADDS = frozenset(
     (
@@ -137,7 +143,7 @@ def given(case: Case) -> Found:
 
 
 def ctc(case: Case) -> Found:
-    if "ctc_loss" not in case.op and "ctc_loss" not in case.note.node:
+    if "ctc_loss" not in case.op or case.note.phase == "backward":
         return None
     return "ctc_inf", "no alignment exists: a target is too long for its input, and the loss of it is infinite"
 
@@ -215,7 +221,7 @@ def log(case: Case) -> Found:
     if shifted == 0:
         eps = vanished_eps(case.evidence.source(name))
         if eps is not None:
-            return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:g} that was added is 0 in {eps[1]}"
+            return "eps_underflow", f"{case.op} of 0: the eps of {eps[0]:.2g} that was added is 0 in {eps[1]}"
         return "log_of_zero", f"{case.op} of {number(value)}" + (" (exactly)" if value else "")
     return None
 
@@ -303,7 +309,7 @@ def infinities(case: Case) -> Found:
 
 def _hidden(case: Case) -> Found:
     """An infinity of a mask reaches the loss: by a logarithm, because the loss picks a masked entry, or as it is."""
-    asks = next((e.note for e in case.finding.chain if e.note.op in ("log_softmax", "logsumexp", "log", *_PICKS)), None)
+    asks = next((e.note for e in case.finding.chain if e.note.op in ASKS_FOR_LOGS), None)
     if asks is not None:
         at = "" if asks.place is None else f" ({asks.op} at {source_of(asks.place)})"
         return (

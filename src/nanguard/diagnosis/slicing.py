@@ -25,7 +25,14 @@ _LIKELY_CALLS = frozenset(
 _POWERS = frozenset(("float_power", "pow", "power"))
 _POSSIBLE_CALLS = frozenset(("exp", *_POWERS, "norm", "half", "empty", "empty_like", "prod", "cumprod", "square"))
 _DEEPEST = 4
-_OPERATORS: dict[str, type[ast.operator]] = {"div": ast.Div, "pow": ast.Pow, "mul": ast.Mult}
+_OPERATORS: dict[str, type[ast.operator]] = {
+    "add": ast.Add,
+    "div": ast.Div,
+    "mul": ast.Mult,
+    "pow": ast.Pow,
+    "rsub": ast.Sub,
+    "sub": ast.Sub,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +235,8 @@ def computes(value: ast.AST, op: str) -> bool:
         if isinstance(each, ast.Call) and last_name(each.func) == op:
             return True
         if operator is not None and isinstance(each, ast.BinOp) and isinstance(each.op, operator):
-            by_number = isinstance(each.right, ast.Constant)  # stays finite
-            return not (op == "div" and (by_number or id(each) in _paths_in(value)))
+            by_number = isinstance(each.right, ast.Constant) and op not in ("mul", "pow")  # stays finite
+            return not (by_number or (op == "div" and id(each) in _paths_in(value)))
     return False
 
 

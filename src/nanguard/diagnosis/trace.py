@@ -219,7 +219,7 @@ class Trace(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         before: dict[int, Tensor],
         result: Any,
     ) -> None:
-        made = [t for t in tensors(result) if not any(t is w for w in written)]
+        made = [t for t in tensors(result) if not any(t is w for w in written)][: plan.num_results]
         outputs = written + made
         if not outputs:
             return

@@ -87,6 +87,12 @@ class Modules:
         some = [above] if above in those else [each for each in those if self._names[each].startswith(prefix)]
         return self._names[some[0]] if len(some) == 1 else None
 
+    def with_method(self, file: str, line: int, function: str) -> list[str]:
+        """The names of the modules that have the method that this line is in."""
+        same = [code for code in self._methods if (code.co_filename, code.co_name) == (file, function)]
+        codes = [code for code in same if any(at == line for _, _, at in code.co_lines())]
+        return [self._names[each] for code in codes for each in self._methods[code]]
+
     def _called(self, frame: FrameType | None) -> int | None:
         """The id of the innermost module that is being called."""
         while frame is not None:

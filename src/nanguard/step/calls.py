@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
@@ -27,6 +27,7 @@ from nanguard.state.rng import RngReader, RngState, reader_now
 from nanguard.state.trees import is_float, mapped, tensors, tensors_returned
 
 if TYPE_CHECKING:
+    from nanguard.step.tape import Made
     from nanguard.step.tape_recorder import TapeRecorder
 
 _MOST_CALLS = 16
@@ -48,6 +49,7 @@ class Call:
     ``outputs`` are the results that are small enough, without their graph, until the backward pass begins.
     If it ``gave_nonfinite`` values, the gradients are not used, in other conditions either.
     ``is_evaluation``: the module was in ``eval()``, and has been called in ``train()`` before.
+    ``losses`` are numbers that the program had made of its outputs by the next call, with their rows on the tape.
     """
 
     args: tuple[Any, ...]
@@ -67,6 +69,7 @@ class Call:
     gave_nonfinite: bool = False
     has_returned: bool = False
     is_evaluation: bool = False
+    losses: Sequence[tuple[Made, Tensor, int | None]] = ()
 
     def __init__(
         self,

@@ -60,23 +60,27 @@ class DiscardedPasses:
         return bool(self._asked)
 
     def look_for(self, pending: PendingStep, calls: list[Call]) -> None:
-        """Examines those of ``calls`` with NaN in their results, which the program has thrown away, and removes them.
+        """Examines those of ``calls`` that the program has thrown away, with NaN in their results, and removes them.
 
-        A mask may make an Inf, so Inf does not count. Nor does an evaluation without no_grad(). Such a pass is no step:
-        an agent may only have chosen an action. Call it before a forward pass, or before the optimizers step. Syncs if
-        a pass was thrown away, else not.
+        A mask may make an Inf, so Inf does not count, except in a loss that the program has made of the results. Nor
+        does an evaluation without no_grad(). Such a pass is no step: an agent may only have chosen an action. Call it
+        before a forward pass, or before the optimizers step. Syncs if a pass was thrown away, else not.
         """
         gone = [call for call in calls if call.is_discarded]
         if not gone:
             return
         trained = [call for call in gone if not call.is_evaluation]
-        bad = [call for call in trained if any(bool(torch.isnan(output).any()) for output in _readable(call))]
-        tapes = [_ending_at(call, pending.tape) for call in bad]
+        bad = {}
+        for call in trained:
+            is_nan = any(bool(torch.isnan(output).any()) for output in _readable(call))
+            loss = None if is_nan else _bad_loss(call)
+            if is_nan or loss is not None:
+                bad[id(call)] = call, loss, _ending_at(call, loss, pending.tape)
         for call in gone:
             call.outputs.clear()
-        calls[:] = [call for call in calls if all(call is not each for each in bad)]
-        for call, taped in zip(bad, tapes, strict=True):
-            self._examine(replace(pending, tape=taped), [call], ("output",), math.nan, _NOT_USED, is_part=True)
+        calls[:] = [call for call in calls if id(call) not in bad]
+        for call, loss, taped in bad.values():
+            self._examine_left_out(replace(pending, tape=taped), call, loss)
 
     def look_for_later(self, pending: PendingStep, calls: list[Call]) -> None:
         """As ``look_for``, for a host that must not wait: a pass is examined once the device has told of it.
@@ -87,10 +91,13 @@ class DiscardedPasses:
         for call in calls:
             if call.is_discarded and not call.is_evaluation and len(self._asked) < _MOST_ASKED:
                 bad = [torch.isnan(output).any() for output in _readable(call) if output.device == device]
+                losses = [~torch.isfinite(loss).all() for _, loss, _ in call.losses if loss.device == device]
                 call.outputs.clear()
-                if bad:
-                    answer = self._readbacks.post(torch.stack(bad).double().sum(0, keepdim=True))
-                    self._asked.append((answer, replace(pending, calls=[], last_seen=None, tape=None), call))
+                if bad or losses:
+                    nums = [torch.stack(each).double().sum() if each else _zero(device) for each in (bad, losses)]
+                    answer = self._readbacks.post(torch.stack(nums))
+                    tape = pending.tape if losses else None
+                    self._asked.append((answer, replace(pending, calls=[], last_seen=None, tape=tape), call))
         while self._asked and self._asked[0][0].has_arrived():
             self._hear()
 
@@ -101,8 +108,17 @@ class DiscardedPasses:
 
     def _hear(self) -> None:
         answer, noted, call = self._asked.popleft()
-        if any(answer.read()):
-            self._examine(noted, [call], ("output",), math.nan, _NOT_USED, is_part=True)
+        num_outputs, num_losses = answer.read()
+        loss = _bad_loss(call) if num_losses else None
+        if num_outputs or loss is not None:
+            taped = None if loss is None else _ending_at(call, loss, noted.tape)
+            self._examine_left_out(replace(noted, tape=taped), call, loss)
+
+    def _examine_left_out(self, pending: PendingStep, call: Call, loss: tuple[Made, Tensor] | None) -> None:
+        """A pass that the program has thrown away, because of what it returned, or of its ``loss``."""
+        found: tuple[Found, ...] = ("output",) if loss is None else ("loss",)
+        value = math.nan if loss is None else float(loss[1])
+        self._examine(pending, [call], found, value, _NOT_USED, is_part=True)
 
     def left_out(self, pending: PendingStep, calls: list[Call], losses: Sequence[Tensor], *, is_part: bool) -> None:
         """The program has called ``backward()`` on ``losses``, some of them bad, and cleared the gradients itself."""
@@ -237,16 +253,32 @@ class DiscardedPasses:
         return tuple(parts.state.name_of(p) for p, grad in grads if nonfinite([grad], parts.state.device))
 
 
-def _ending_at(call: Call, tape: CallTape | None) -> CallTape | None:
-    """The tape up to this call, as if its results were losses; None if the call is not on it."""
+def _bad_loss(call: Call) -> tuple[Made, Tensor] | None:
+    """The first non-finite number that the program has made of the results of a call. None if there is none.
+
+    One that has been written to since does not count, such as a sum of losses. Nor does an infinity beside a finite
+    number, which may be the loss: a perplexity may be too large.
+    """
+    unchanged = [(made, loss) for made, loss, version in call.losses if _compat.version(loss) == version]
+    bad = [(made, loss) for made, loss in unchanged if not bool(torch.isfinite(loss).all())]
+    is_told = len(bad) == len(unchanged) or any(bool(torch.isnan(loss).any()) for _, loss in bad)
+    return bad[0] if bad and is_told else None
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _ending_at(call: Call, loss: tuple[Made, Tensor] | None, tape: CallTape | None) -> CallTape | None:
+    """The tape up to this loss, or up to this call as if its results were losses; None if the call is not on it."""
     if tape is None:
         return None
     number = next((number for number in reversed(tape.rows) if Row(*tape.rows[number]).call is call), None)
     if number is None:
         return None
-    roots = tuple(Made(number, place) for place in range(len(call.outputs)))
+    roots = tuple(Made(number, place) for place in range(len(call.outputs))) if loss is None else (loss[0],)
     ended = copy(tape)
-    ended.losses = [TapedLoss(roots, (), number)]
+    ended.losses = [TapedLoss(roots, (), roots[0].number if roots else number)]
     return ended
 
 

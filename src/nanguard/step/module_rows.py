@@ -23,6 +23,9 @@ SWEEP_AFTER_CALLS = 32
 _WATCHED_STEPS = 8
 """In these first steps a copy of what modules are given is kept; after them only if a module writes to it."""
 
+_MOST_SEARCHED = 256
+"""So many results of rows are searched for losses before another pass: an agent makes passes by the thousand."""
+
 _LARGEST_COPY = 1 << 22
 """In elements: a larger tensor is not copied."""
 
@@ -41,6 +44,7 @@ class ModuleRows(SwitchedMode):
         self._marks: dict[int, tuple[ref[Tensor], Made]] = {}
         self._older: OlderRows | None = None
         self._outside: dict[int, Outside] = {}
+        self._last_call: tuple[int, Call] | None = None
         self._num_calls = self._num_watched = 0
         self._keeps, self._writes_to_data = True, False
         self._states = ModuleStates()
@@ -55,6 +59,8 @@ class ModuleRows(SwitchedMode):
 
     def before_module(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module that is a row of its own is about to be called, with the tape paused. Returns what is noted."""
+        if self._last_call is not None:
+            self._note_losses(*self._last_call)
         given, are_new = [], not (self._marks or self._older)  # the first call of a step is given data
         for each in args:
             if are_new and type(each) is Tensor and not _is_transformed(each):
@@ -81,9 +87,22 @@ class ModuleRows(SwitchedMode):
             for place, tensor in enumerate(made):
                 marks[id(tensor)] = ref(tensor), Made(number, place)
             self._next, self.tape.has_calls = number + 1, True
+            self._last_call = (number, call) if call.has_values else None
             self._num_calls += 1
             if self._num_calls >= SWEEP_AFTER_CALLS or not number & 63:
                 self._look_at_length()
+
+    def _note_losses(self, row: int, call: Call) -> None:
+        """Another pass begins: what the one before it ended in, since the program may leave it out. Does not sync."""
+        self._last_call = None
+        if self._next == row + 1 or call.has_gradients or len(self._marks) > _MOST_SEARCHED:
+            return
+        alive = [(held(), made) for held, made in self._marks.values() if made.number > row]
+        call.losses = [
+            (made, tensor.detach(), _compat.version(tensor))
+            for tensor, made in alive
+            if type(tensor) is Tensor and tensor.numel() == 1 and tensor.requires_grad and not _is_transformed(tensor)
+        ]
 
     def _from_outside(self, tensor: Tensor) -> Outside:
         known, version = self._outside.get(id(tensor)), _compat.version(tensor)

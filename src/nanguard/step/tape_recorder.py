@@ -118,7 +118,7 @@ class TapeRecorder(ModuleRows):
         if self.tape is not None and (keeps_older or (is_refused and self._first is None)):
             self._first, self._older = follow(self._first, self.tape.rows, self._marks)
         self.tape, self._rows, self._marks, self._outside = tape, tape.rows, {}, {}
-        self._sweep_at, self._num_calls = _SWEEP_AFTER_ROWS, 0
+        self._sweep_at, self._num_calls, self._last_call = _SWEEP_AFTER_ROWS, 0, None
 
     def stop(self) -> None:
         """Until ``begin``. Not by another thread, nor from inside a call that is being noted."""
@@ -135,6 +135,7 @@ class TapeRecorder(ModuleRows):
         self.stop()
         self._learn()
         self.tape, self._rows, self._marks, self._outside, self._first, self._older = None, {}, {}, {}, None, None
+        self._last_call = None
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
