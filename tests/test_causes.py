@@ -893,6 +893,13 @@ def an_infinity_that_is_normalised(model, batch):
     return model(F.layer_norm(x, (4,))).mean()
 
 
+@made_in_the_step("sub", "this line puts a number that is Inf into a tensor", module="")
+def an_infinity_in_a_target(model, batch):
+    y = torch.ones(1, 4)
+    y[0, 1] = INF  # guilty
+    return (model(batch) - y).abs().mean()
+
+
 @program("zero_times_inf", "mm", "an infinity is multiplied by 0, or added to one of the other sign", module="")
 def an_infinity_in_a_product(model, batch):
     out = model(batch)

@@ -36,7 +36,7 @@ CARRIES = frozenset(("to_copy", "clone", "copy", "cat", "stack", "index", "unsaf
 """They pass values on as they are."""
 _TAKES_NO_MASK = frozenset(
     (
-        *("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss"),
         *("cudnn_batch_norm", "native_batch_norm", "native_group_norm", "native_layer_norm", "std", "var"),
     )
 )
@@ -158,10 +158,12 @@ def _is_no_mask(trace: Trace, event: TraceEvent) -> bool:
     """
     if event.kind != "outside" or event.note.roots & PARAMETER:
         return False
-    line = {id(event)}
+    line, uses = {id(event)}, PRODUCTS | _TAKES_NO_MASK
+    if event.has_posinf and event.note.place is not None:  # put there in this step, and a mask is negative
+        uses |= _ARITHMETIC
     for each in trace.events:
         if any(id(parent) in line for parent in each.parents):
-            if each.note.op in PRODUCTS or each.note.op in _TAKES_NO_MASK:
+            if each.note.op in uses:
                 return True
             if each.note.op in CARRIES and not each.note.roots & PARAMETER:
                 line.add(id(each))

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from nanguard import _compat
 from nanguard.hosted.clipping import are_ordinary
 from nanguard.hosted.shared_buffers import SharedBuffers
+from nanguard.hosted.spoiled import SpoiledStatistics
 from nanguard.numerics.norm import are_alike, gradients_of, joint_norm
 from nanguard.records.healthy import SoundStep
 from nanguard.state.optimizer_traits import traits_of
@@ -51,13 +52,14 @@ class SoundSteps(ABC):
         state, policy = self._parts.state, self._parts.policy
         is_ours = state.schedule.is_ours or state.ema is not None or policy.answers_divergence is not None
         self._is_allowed = is_allowed and not (is_ours or traits_of(self._optimizer).needs_closure)
-        self._are_noted = False
+        self._are_noted, self._spoiled = False, SpoiledStatistics(self._parts)
         self.is_on = False
         """Whether the next step may be made here. Then no step is open."""
 
     def look(self, *, is_noted: bool) -> None:
         """After a step that was made the usual way. ``is_noted``: a module was called to train, which notes buffers."""
         parts, recovery = self._parts, self._recovery
+        self._spoiled.look()
         observers = parts.journal.observers
         self.is_on = (
             self._is_allowed

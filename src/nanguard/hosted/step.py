@@ -26,7 +26,6 @@ from nanguard.hosted.settings import Settings
 from nanguard.hosted.shared import Shared
 from nanguard.hosted.shared_buffers import SharedBuffers
 from nanguard.hosted.sound import sound_steps_of
-from nanguard.hosted.spoiled import SpoiledStatistics
 from nanguard.hosted.trained_modules import TrainedModules
 from nanguard.monitor.observer import Monitor
 from nanguard.numerics.finite import nonfinite
@@ -142,7 +141,6 @@ class HostedStep(ScaledSteps):
         self.itself = frozenset({id(self)})
         self._may_be_sound = can_trace and not schedulers  # else the host does more between two steps
         self.sound = sound_steps_of(self, is_allowed=self._may_be_sound)
-        self._spoiled = SpoiledStatistics(self.parts)
         self.has_called = False  # a module was called since the last step
         self._are_training: list[bool] = []  # the outermost modules, at their last call
 
@@ -331,7 +329,6 @@ class HostedStep(ScaledSteps):
             if self.was_applied:
                 self.engine.mode.before()  # as ``open`` does: an earlier step may have to be answered
                 self.sound.look(is_noted=self in this.noted)
-                self._spoiled.look()
             if self.sound.is_on:  # the next step is opened once something unusual happens
                 self.has_called = False
             else:
