@@ -82,7 +82,7 @@ def applied(verdict: Verdict) -> Outcome:
     draft.verdict, draft.action, draft.applied = verdict, APPLY, True
     draft.rerun = draft.lost = 0
     draft.did = draft.bundle = ""
-    draft.worked, draft.went_back, draft.diagnosis = True, False, None
+    draft.worked, draft.went_back, draft.lost_device, draft.diagnosis = True, False, False, None
     draft.__class__ = Outcome
     outcome: Outcome = draft
     return outcome
