@@ -226,6 +226,35 @@ def test_samples_that_are_drawn_with_gradients_of_the_model_are_part_of_the_step
     assert (found.cause, place(found)) == ("overflow_any_precision", ("mul", line("a step of the samples")))
 
 
+class Annealed(nn.Module):
+    """Its temperature falls from call to call, and is 0 at the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.left = nn.Linear(3, 2), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) / torch.tensor(float(self.left))  # temperature
+        self.left -= 1
+        return out
+
+
+@SYNCS
+def test_a_number_that_a_module_counts_with_is_put_back_to_make_its_call_again(sync: Any) -> None:
+    with nanguard.install(sync=sync) as autopilot:
+        model = Annealed()
+        optimizer = Adam(model.parameters(), fused=True)
+        for x in torch.rand(24, 3).split(4):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert model.left == -3
+    (found,) = found_in(autopilot)
+    assert (found.cause, place(found)) == ("div_by_zero", ("div", line("temperature")))
+    assert found.is_line_traced, "it was run again, not looked for in the source"
+
+
 @pytest.mark.parametrize("num", [3, 100])
 def test_no_sample_is_named_if_all_rows_of_the_data_are_bad(num: int) -> None:
     found = Diagnosis(

@@ -301,8 +301,6 @@ class HostedStep(ScaledSteps):
         parts, skippable, is_eager = self.parts, self.skippable, self.sync == "eager"
         pending = parts.pending or self._pending(in_backward=in_backward)
         pending.is_in_backward = in_backward
-        if self.sync == "late" and not pending.num_states:  # no module was called since: nothing has changed
-            self.engine.mode.note(pending, are_buffers_noted=True)
         if pending.measured is None and pending.on_device is None:
             self._fill(pending, this)
         if parts.precision.scaler is not None:

@@ -117,6 +117,8 @@ class Late:
             pending.schedule = schedule.note()
 
     def finish(self, pending: PendingStep) -> None:
+        if not pending.num_states:  # the host was to note it before a module is called, and none was
+            self.note(pending, are_buffers_noted=True)
         try:
             self.protect(pending)
         except BaseException:

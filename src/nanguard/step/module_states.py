@@ -1,4 +1,4 @@
-"""What modules of the program hold in attributes when a step first calls them: a hidden state, a memory.
+"""What modules of the program hold in attributes when a step first calls them: a hidden state, a memory, a counter.
 
 A step replaces it. To make the calls of the step again, it has to be what it was.
 """
@@ -26,10 +26,12 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class ModuleStates:
-    """Finds the modules that hold tensors in attributes. There are few programs with such; others pay a lookup."""
+    """Finds the modules that hold tensors, or numbers that change, in attributes. In most programs it only looks up."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[nn.Module, _Holders] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, dict[str, float]] = weakref.WeakKeyDictionary()
+        self._counting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def of(self, module: nn.Module) -> Sequence[NotedState]:
         """Of a module that is about to be called, and of those inside it. Their tensors are held, without a graph."""
@@ -38,12 +40,21 @@ class ModuleStates:
             known = self._known[module] = _Holders()
         known.num_calls += 1
         if not known.num_calls & (known.num_calls - 1):  # the 1st, 2nd, 4th, ...: the first calls may make the state
-            known.modules = [weakref.ref(each) for each in module.modules() if is_users(type(each)) and _holds(each)]
+            own = [each for each in module.modules() if is_users(type(each))]
+            known.modules = [weakref.ref(each) for each in own if self._counts(each) or _holds(each)]
         if not known.modules:
             return ()
         noted = [NotedState(each) for ref in known.modules if (each := ref()) is not None]
         size = sum(tensor.numel() * tensor.element_size() for state in noted for tensor in state.tensors)
         return noted if size <= _LARGEST else ()
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether a number that the module holds was another one when it was asked before."""
+        now = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+        if self._numbers.get(module, now) != now:
+            self._counting.add(module)
+        self._numbers[module] = now
+        return module in self._counting
 
 
 class _Holders:
