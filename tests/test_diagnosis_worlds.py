@@ -940,3 +940,18 @@ def test_the_path_of_a_file_is_no_division_of_numbers(tmp_path: Path, text: str,
     file.write_text(f"def load(self):\n    {text}\n")
     line = line_that_makes_data(["data"], None, 0, [str(file)])
     assert (line is not None) == is_risky
+
+
+@pytest.mark.parametrize(
+    ("text", "line_number"),
+    [
+        ("    data = table[int(total / count):]\n", None),
+        ("    start = int(total / count)\n    data = table[start:].copy()\n", None),
+        ("    start = total / count\n    data = table * start\n", 2),
+    ],
+)
+def test_an_index_makes_no_data_non_finite(tmp_path: Path, text: str, line_number: int | None) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"def load(table, total, count):\n{text}    return data\n")
+    line = line_that_makes_data(["data"], None, 0, [str(file)])
+    assert (None if line is None else line.line) == line_number

@@ -155,7 +155,7 @@ SEQUENCES = (
                 what="a NaN in one drawn series",
                 hook={"kind": "numpy", "call": 8, "row": 7, "element": 60, "value": "nan"},
                 expected=nan(
-                    "",
+                    r"rec\.i2h",
                     r"torch\.cat\(\(x, h\), dim=1\)",
                     r"self\.i2h\(combined\)",
                     r"rec\.forward\(obs, h\)",

@@ -139,12 +139,12 @@ class ProgramSource:
         return _LITERAL if uses_one else max(risk_of(value), changed)
 
     def _made_of(self, file: str, statement: ast.AST, value: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
-        names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - self._constants
+        names = {each.id for each in _values_in(value) if isinstance(each, ast.Name)} - self._constants
         scope = self._scopes.get(id(statement))
         if scope is not None:
             for node in ast.walk(scope):
                 yield from ((file, node, made) for name, made in stored_by(node) if name in names)
-        for call in ast.walk(value):
+        for call in _values_in(value):
             if isinstance(call, ast.Call):
                 for other, function in self._called(call, statement):
                     for node in ast.walk(function):
@@ -176,7 +176,7 @@ def _nonfinite_constants(tree: ast.Module) -> Iterator[str]:
 def risk_of(value: ast.AST) -> int:
     """How likely an expression itself returns NaN or Inf."""
     risk, paths = 0, _paths_in(value)
-    for each in ast.walk(value):
+    for each in _values_in(value):
         if is_nonfinite_literal(each):
             return _LITERAL
         if id(each) in paths:
@@ -192,6 +192,14 @@ def risk_of(value: ast.AST) -> int:
         elif isinstance(each, ast.Call) and last_name(each.func) in _POSSIBLE_CALLS:
             risk = max(risk, _POSSIBLE)
     return risk
+
+
+def _values_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and those inside it that its value is made of: an index only says which part of it."""
+    waiting = [node]
+    while waiting:
+        yield (here := waiting.pop())
+        waiting += [child for child in ast.iter_child_nodes(here) if child is not getattr(here, "slice", None)]
 
 
 def _changed_by(statement: ast.AugAssign) -> int:
