@@ -15,7 +15,7 @@ class PendingCopy:
 
     copy: Tensor
     arrived: Any
-    pool: list[PendingCopy]
+    pool: list[tuple[Tensor, Any]]
 
     def has_arrived(self) -> bool:
         """Whether the copy has arrived. Does not wait."""
@@ -26,8 +26,12 @@ class PendingCopy:
         if self.arrived is not None:
             self.arrived.synchronize()
         values: list[float] = self.copy.tolist()
-        self.pool.append(self)
+        self.give_back()
         return values
+
+    def give_back(self) -> None:
+        """The memory may be used for another copy. The pool does not hold this object, which holds the pool."""
+        self.pool.append((self.copy, self.arrived))
 
 
 class AsyncReadback:
@@ -35,7 +39,7 @@ class AsyncReadback:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._pool: list[PendingCopy] = []
+        self._pool: list[tuple[Tensor, Any]] = []
 
     def post(self, values: Tensor) -> PendingCopy:
         """Starts copying ``values`` to the host. Does not sync."""
@@ -45,15 +49,15 @@ class AsyncReadback:
             if readback.arrived is not None:
                 readback.arrived.record()
         except RuntimeError:
-            self._pool.append(readback)  # pinned memory cannot be freed once the GPU has stopped
+            readback.give_back()  # pinned memory cannot be freed once the GPU has stopped
             raise
         return readback
 
     def _take(self, size: int, dtype: torch.dtype) -> PendingCopy:
-        if self._pool and (len(self._pool[-1].copy) != size or self._pool[-1].copy.dtype is not dtype):
+        if self._pool and (len(self._pool[-1][0]) != size or self._pool[-1][0].dtype is not dtype):
             self._pool.clear()
         if self._pool:
-            return self._pool.pop()
+            return PendingCopy(*self._pool.pop(), self._pool)
         event: Any = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
         memory = torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._on_cuda)
         return PendingCopy(memory, event, self._pool)
