@@ -86,8 +86,7 @@ def _report() -> None:
     ]
     script = vars(sys.modules["__main__"])  # programs of bare tensors have their weights there
     bare = [*BARE.values(), *(script[name] for name in SETTINGS.get("weights", ()) if name in script)]
-    known = {id(tensor) for tensor in tensors}
-    tensors += [tensor for tensor in bare if id(tensor) not in known]
+    tensors = list({id(tensor): tensor for tensor in (*tensors, *bare)}.values())  # each once
     digest = hashlib.sha256()
     finite = True
     for tensor in tensors:
