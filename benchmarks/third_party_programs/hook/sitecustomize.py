@@ -85,7 +85,7 @@ def _report() -> None:
         if tensor is not None
     ]
     script = vars(sys.modules["__main__"])  # programs of bare tensors have their weights there
-    bare = [*BARE.values(), *(script[name] for name in SETTINGS.get("weights", ()) if name in script)]
+    bare = [*(script[name] for name in SETTINGS.get("weights", ()) if name in script), *BARE.values()]
     tensors = list({id(tensor): tensor for tensor in (*tensors, *bare)}.values())  # each once
     digest = hashlib.sha256()
     finite = True
