@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.optim import SGD, Adam
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import nanguard
@@ -500,3 +501,21 @@ def test_a_long_call_is_named_by_its_first_argument() -> None:
             optimizer.step()
     (found,) = found_in(autopilot)
     assert found.because.startswith("torch.tensor(rewards, ...) holds NaN at [2]")
+
+
+def test_hooks_of_the_program_are_not_told_of_an_optimizer_that_it_has_not_made() -> None:
+    told: list[torch.optim.Optimizer] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: told.append(optimizer))
+    weights = torch.ones(3, requires_grad=True)
+    try:
+        with nanguard.install() as autopilot:
+            for factor in (2.0, 2.0, torch.nan, 2.0):
+                (weights * factor).sum().backward()
+                with torch.no_grad():
+                    weights -= 0.1 * weights.grad
+                weights.grad = None
+            assert autopilot.counts["skipped"] == 1
+    finally:
+        handle.remove()
+    assert told == []
+    assert torch.allclose(weights, torch.full((3,), 0.4))

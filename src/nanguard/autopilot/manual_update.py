@@ -44,7 +44,7 @@ class ManualUpdate:
         if self.hosted is not None:
             this.stepped.append(self.hosted)
             self.hosted.look_again()
-            self.hosted.step(ProgramCall(self.optimizer.step), this)
+            self.hosted.step(ProgramCall(_nothing), this)  # not its step(): hooks of the program would be told of it
             if this.refused:
                 self._clear_gradients()
 
@@ -53,6 +53,10 @@ class ManualUpdate:
         for param in self.optimizer.param_groups[0]["params"]:
             if param.grad is not None:
                 param.grad = torch.zeros_like(param.grad)
+
+
+def _nothing() -> None:
+    """The program updates the tensors."""
 
 
 class _NoOpOptimizer(Optimizer):
