@@ -389,6 +389,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {args.jobs}")
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("--gpu needs an NVIDIA GPU, and torch sees none here")
     if args.packages:
         args.packages = str(Path(args.packages).resolve())
         sys.path.append(args.packages)  # the generators need some of them too

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ import nanguard
 from nanguard import _compat
 from nanguard.diagnosis.host_data import bad_data
 from nanguard.runlog.reader import read_run
+from nanguard.state.readback import AsyncReadback
 from nanguard.step.tape import CallTape
 from nanguard.step.tape_recorder import TapeRecorder
 
 PROGRAM = """
 import sys
+import weakref
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,3 +147,19 @@ def test_a_guarded_loop_does_not_run_a_step_again_after_it(caplog: pytest.LogCap
         guard.step(loss_fn, torch.full((2, 4), torch.nan))
     assert num_calls == 2
     assert not caplog.records
+
+
+def test_memory_of_a_copy_to_the_host_is_freed_without_the_garbage_collector() -> None:
+    readbacks = AsyncReadback(torch.device("cpu"))
+    first = readbacks.post(torch.ones(3, dtype=torch.float64))
+    memory = weakref.ref(first.copy)
+    assert first.read() == [1.0, 1.0, 1.0]
+    again = readbacks.post(torch.zeros(3, dtype=torch.float64))
+    assert again.copy is memory(), "it is used again"
+    assert again.read() == [0.0, 0.0, 0.0]
+    gc.disable()
+    try:
+        del first, again, readbacks
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -81,7 +81,7 @@ def _remember(parts: StepParts, diagnosis: Diagnosis, words: str) -> None:
         verdict=replace(parts.judge(reading), progress=parts.journal.progress),
         action=Action(response="skip"),
         applied=False,
-        did=f"{words}. A GPU checks that indices exist and that probabilities lie between 0 and 1: NaN fails that",
+        did=f"{words}. A GPU checks that indices exist and that probabilities lie between 0 and 1: NaN fails both",
         diagnosis=diagnosis,
         lost_device=True,
     )
