@@ -163,3 +163,19 @@ def test_memory_of_a_copy_to_the_host_is_freed_without_the_garbage_collector() -
         assert memory() is None
     finally:
         gc.enable()
+
+
+def test_data_of_a_step_of_another_optimizer_that_this_one_uses_are_looked_at() -> None:
+    before, tape, recorder = CallTape(), CallTape(), TapeRecorder(lambda: None, "cpu")
+    pictures = torch.tensor([1.0, torch.nan])
+    recorder.begin(before)
+    try:
+        real = pictures.type(torch.DoubleTensor)
+        recorder.begin(tape, keeps_older=True)
+        loss = real.sum()
+    finally:
+        recorder.close()
+    found = bad_data(tape, ())
+    assert loss.isnan()
+    assert found is not None
+    assert found.because == "pictures holds NaN at [1]"

@@ -29,10 +29,9 @@ def bad_data(tape: CallTape, fetched: Sequence[FetchedBatch]) -> Diagnosis | Non
 
     A mask of infinities is no such data. Never asks the device.
     """
-    numbers = [*tape.older, *tape.rows]
-    if not numbers:
+    if not tape.rows:
         return None
-    ends = TapedLoss(tuple(Made(number, 0) for number in numbers), (), numbers[-1])
+    ends = TapedLoss(tuple(Made(number, 0) for number in tape.rows), (), max(tape.rows))
     run = TapedRun(tape, ends, {}, _HOST)
     for row, name, tensor in inputs(run, set()):
         is_here = tensor.device == _HOST and is_readable(tensor) and is_float(tensor)
